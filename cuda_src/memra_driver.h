@@ -1,0 +1,245 @@
+/* memra_driver.h: the structs that C, C++, CUDA and Python share.
+ *
+ * Plain C11, also C++17 and NVRTC. Fixed-width types only; device memory is a uint64_t; every
+ * size and offset is asserted below, so a compiler that lays a struct out differently stops here.
+ * The leading fields of each struct are those of the Rust memra_kv 0.72.0 structs of the same
+ * name, in their order; what follows the line "tail" is ours.
+ */
+#ifndef MEMRA_DRIVER_H
+#define MEMRA_DRIVER_H
+
+#include "memra_formats.h"
+
+#if defined(__CUDACC_RTC__)
+#define MEMRA_OFFSETOF(type, field) __builtin_offsetof(type, field)
+#else
+#include <stddef.h>
+#define MEMRA_OFFSETOF(type, field) offsetof(type, field)
+#endif
+
+#ifdef __cplusplus
+#define MEMRA_ASSERT(condition, text) static_assert(condition, text)
+extern "C" {
+#else
+#define MEMRA_ASSERT(condition, text) _Static_assert(condition, text)
+#endif
+#define MEMRA_SIZE(type, n) MEMRA_ASSERT(sizeof(type) == (n), #type " has another size")
+#define MEMRA_FIELD(type, field, n) MEMRA_ASSERT(MEMRA_OFFSETOF(type, field) == (n), #type "." #field " moved")
+
+#define MEMRA_ABI_VERSION 1
+
+enum memra_dtype { MEMRA_U8 = 1, MEMRA_I32 = 2, MEMRA_F32 = 3 };
+
+/* What a cache allows now. */
+enum memra_state {
+    MEMRA_READY = 0,
+    MEMRA_UNSETTLED = 1,       /* the device counters moved and the host has not read them */
+    MEMRA_PENDING_REPLAY = 2,  /* K/V stands at replay_to, the recurrent state at pos */
+    MEMRA_TAINTED = 3,         /* a driver error in the middle of a change */
+    MEMRA_CLOSED = 4
+};
+
+/* Bits of step_ops: what a layer has run in the open step. */
+enum memra_step_op { MEMRA_OP_APPEND = 1, MEMRA_OP_CONV = 2, MEMRA_OP_SCAN = 4 };
+
+/* A run of elements in device or host memory. */
+typedef struct memra_slice {
+    uint64_t ptr;    /* 0 when empty */
+    int64_t len;     /* elements */
+    int32_t dtype;   /* enum memra_dtype */
+    int32_t device;  /* CUDA ordinal; -1: host memory */
+} memra_slice;
+MEMRA_SIZE(memra_slice, 24);
+MEMRA_FIELD(memra_slice, ptr, 0);
+MEMRA_FIELD(memra_slice, len, 8);
+MEMRA_FIELD(memra_slice, dtype, 16);
+MEMRA_FIELD(memra_slice, device, 20);
+
+/* Quantised K/V of one full-attention layer. Token t of K starts at byte t * k_tok_bytes. */
+typedef struct memra_kv_layer {
+    uint32_t present;  /* 0: the layer owns no K/V (Rust: None) */
+    uint32_t reserved;
+    memra_slice k;         /* u8 [max_ctx * k_tok_bytes + 8] */
+    memra_slice v;         /* u8 [max_ctx * v_tok_bytes + 8] */
+    int64_t kv_dim_k;      /* elements of K per token: n_head_kv * head_dim_k */
+    int64_t kv_dim_v;
+    int64_t k_tok_bytes;
+    int64_t v_tok_bytes;
+    int64_t len;           /* tokens that stand */
+    memra_slice len_d;     /* i32 [1]: len on the device */
+    /* tail */
+    int32_t k_format;      /* enum memra_format */
+    int32_t v_format;
+    int32_t n_head_kv;
+    int32_t head_dim_k;
+    int32_t head_dim_v;
+    int32_t window;        /* keys that a query sees; 0: all before it */
+    uint32_t step_ops;     /* enum memra_step_op bits of the open step */
+    int32_t device_index;  /* into memra_cache.devices */
+} memra_kv_layer;
+MEMRA_SIZE(memra_kv_layer, 152);
+MEMRA_FIELD(memra_kv_layer, present, 0);
+MEMRA_FIELD(memra_kv_layer, reserved, 4);
+MEMRA_FIELD(memra_kv_layer, k, 8);
+MEMRA_FIELD(memra_kv_layer, v, 32);
+MEMRA_FIELD(memra_kv_layer, kv_dim_k, 56);
+MEMRA_FIELD(memra_kv_layer, kv_dim_v, 64);
+MEMRA_FIELD(memra_kv_layer, k_tok_bytes, 72);
+MEMRA_FIELD(memra_kv_layer, v_tok_bytes, 80);
+MEMRA_FIELD(memra_kv_layer, len, 88);
+MEMRA_FIELD(memra_kv_layer, len_d, 96);
+MEMRA_FIELD(memra_kv_layer, k_format, 120);
+MEMRA_FIELD(memra_kv_layer, v_format, 124);
+MEMRA_FIELD(memra_kv_layer, n_head_kv, 128);
+MEMRA_FIELD(memra_kv_layer, head_dim_k, 132);
+MEMRA_FIELD(memra_kv_layer, head_dim_v, 136);
+MEMRA_FIELD(memra_kv_layer, window, 140);
+MEMRA_FIELD(memra_kv_layer, step_ops, 144);
+MEMRA_FIELD(memra_kv_layer, device_index, 148);
+
+/* Recurrent state of one linear-attention layer. */
+typedef struct memra_recur_layer {
+    uint32_t present;  /* 0: not a recurrent layer (Rust: None) */
+    uint32_t reserved;
+    memra_slice conv_state;     /* f32 [conv_dim][d_conv - 1], column 0 the oldest */
+    memra_slice ssm_state;      /* f32 [num_v][state_size columns][state_size rows] */
+    memra_slice ssm_state_alt;  /* the scan's other buffer; scratch */
+    /* tail */
+    int32_t conv_dim;
+    int32_t d_conv;
+    int32_t num_k;
+    int32_t num_v;
+    int32_t state_size;
+    uint32_t step_ops;     /* enum memra_step_op bits of the open step */
+    uint32_t swaps;        /* how often ssm_state and ssm_state_alt changed places */
+    int32_t device_index;  /* into memra_cache.devices */
+} memra_recur_layer;
+MEMRA_SIZE(memra_recur_layer, 112);
+MEMRA_FIELD(memra_recur_layer, present, 0);
+MEMRA_FIELD(memra_recur_layer, reserved, 4);
+MEMRA_FIELD(memra_recur_layer, conv_state, 8);
+MEMRA_FIELD(memra_recur_layer, ssm_state, 32);
+MEMRA_FIELD(memra_recur_layer, ssm_state_alt, 56);
+MEMRA_FIELD(memra_recur_layer, conv_dim, 80);
+MEMRA_FIELD(memra_recur_layer, d_conv, 84);
+MEMRA_FIELD(memra_recur_layer, num_k, 88);
+MEMRA_FIELD(memra_recur_layer, num_v, 92);
+MEMRA_FIELD(memra_recur_layer, state_size, 96);
+MEMRA_FIELD(memra_recur_layer, step_ops, 100);
+MEMRA_FIELD(memra_recur_layer, swaps, 104);
+MEMRA_FIELD(memra_recur_layer, device_index, 108);
+
+/* Logits of the last token, parked on the device (Rust: Option<CudaSlice<f32>>). */
+typedef struct memra_logits {
+    uint32_t present;
+    uint32_t reserved;
+    memra_slice slice;  /* f32 [n_vocab] */
+} memra_logits;
+MEMRA_SIZE(memra_logits, 32);
+MEMRA_FIELD(memra_logits, present, 0);
+MEMRA_FIELD(memra_logits, reserved, 4);
+MEMRA_FIELD(memra_logits, slice, 8);
+
+/* Hidden states of chosen layers, [t][n_taps][hidden] f32 (Rust: DflashTapSink). */
+typedef struct memra_tap_sink {
+    uint32_t present;
+    uint32_t n_taps;
+    int32_t *layer_ids;  /* host memory, n_taps entries; slot order */
+    memra_slice buf;
+    int64_t hidden;
+    int64_t t;
+} memra_tap_sink;
+MEMRA_SIZE(memra_tap_sink, 56);
+MEMRA_FIELD(memra_tap_sink, present, 0);
+MEMRA_FIELD(memra_tap_sink, n_taps, 4);
+MEMRA_FIELD(memra_tap_sink, layer_ids, 8);
+MEMRA_FIELD(memra_tap_sink, buf, 16);
+MEMRA_FIELD(memra_tap_sink, hidden, 40);
+MEMRA_FIELD(memra_tap_sink, t, 48);
+
+/* What a cache keeps once per device. */
+typedef struct memra_cache_device {
+    memra_slice pos_d;   /* i32 [1]: pos on the device, constant during a step */
+    memra_slice health;  /* u8 [sizeof(memra_health)] */
+} memra_cache_device;
+MEMRA_SIZE(memra_cache_device, 48);
+MEMRA_FIELD(memra_cache_device, pos_d, 0);
+MEMRA_FIELD(memra_cache_device, health, 24);
+
+/* One sequence. kv and recur have n_layer entries each; at most one of a pair is present. */
+typedef struct memra_cache {
+    uint32_t struct_size;
+    uint32_t abi_version;
+    memra_kv_layer *kv;
+    memra_recur_layer *recur;
+    int64_t pos;      /* tokens committed */
+    int64_t max_ctx;  /* capacity of every K/V layer in tokens */
+    memra_logits last_logits_dev;
+    memra_tap_sink dflash_taps;
+    /* tail */
+    int64_t n_layer;
+    memra_cache_device *devices;
+    int32_t n_devices;
+    uint32_t state;        /* enum memra_state */
+    int64_t step_rows;     /* rows of the open step; 0: none is open */
+    int64_t replay_to;     /* while a replay is pending: where it ends; else 0 */
+    uint64_t generation;   /* counts resets */
+    uint64_t id;           /* unique in the process */
+} memra_cache;
+MEMRA_SIZE(memra_cache, 184);
+MEMRA_FIELD(memra_cache, struct_size, 0);
+MEMRA_FIELD(memra_cache, abi_version, 4);
+MEMRA_FIELD(memra_cache, kv, 8);
+MEMRA_FIELD(memra_cache, recur, 16);
+MEMRA_FIELD(memra_cache, pos, 24);
+MEMRA_FIELD(memra_cache, max_ctx, 32);
+MEMRA_FIELD(memra_cache, last_logits_dev, 40);
+MEMRA_FIELD(memra_cache, dflash_taps, 72);
+MEMRA_FIELD(memra_cache, n_layer, 128);
+MEMRA_FIELD(memra_cache, devices, 136);
+MEMRA_FIELD(memra_cache, n_devices, 144);
+MEMRA_FIELD(memra_cache, state, 148);
+MEMRA_FIELD(memra_cache, step_rows, 152);
+MEMRA_FIELD(memra_cache, replay_to, 160);
+MEMRA_FIELD(memra_cache, generation, 168);
+MEMRA_FIELD(memra_cache, id, 176);
+
+/* The error record. Every kernel takes its address and the layer that it works for.
+ * first[kind] is 0 while kind was never seen, else UINT64_MAX - (position << 16 | layer): the
+ * lowest position wins, then the lowest layer, in whatever order the blocks of a kernel run.
+ */
+enum memra_fault {
+    MEMRA_FAULT_NONFINITE = 0,       /* NaN or infinity in an input */
+    MEMRA_FAULT_SCALE_OVERFLOW = 1,  /* finite inputs, but f16 d or m became infinite */
+    MEMRA_FAULT_FP8_SATURATED = 2,   /* a finite input beyond 464 in e4m3 */
+    MEMRA_FAULT_SLOT_RANGE = 3,      /* rows outside 0 .. max_ctx; nothing was written */
+    MEMRA_FAULT_BAD_ACCEPT = 4       /* an accept count outside 0 .. rows; nothing was written */
+};
+#define MEMRA_FAULT_KINDS 5
+typedef struct memra_health {
+    uint64_t count[MEMRA_FAULT_KINDS];  /* groups of at most 32 inputs; launches for the last two */
+    uint64_t first[MEMRA_FAULT_KINDS];
+    uint32_t flags;  /* bit (1 << kind) */
+    uint32_t reserved;
+} memra_health;
+MEMRA_SIZE(memra_health, 88);
+MEMRA_FIELD(memra_health, count, 0);
+MEMRA_FIELD(memra_health, first, 40);
+MEMRA_FIELD(memra_health, flags, 80);
+MEMRA_FIELD(memra_health, reserved, 84);
+
+/* One entry of copy_many's table. */
+typedef struct memra_copy {
+    uint64_t dst;
+    uint64_t src;
+    uint64_t bytes;
+} memra_copy;
+MEMRA_SIZE(memra_copy, 24);
+MEMRA_FIELD(memra_copy, dst, 0);
+MEMRA_FIELD(memra_copy, src, 8);
+MEMRA_FIELD(memra_copy, bytes, 16);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,169 @@
+"""The ctypes structs of `memra_driver.h`, field for field.
+
+The scalars of a cache live in this memory: Python and C read and write the same fields. A test
+compares every name, offset and size with what a C compiler makes of the header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_uint64
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import numpy as np
+
+ABI_VERSION = 1
+FAULT_KINDS = 5
+
+DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int32), 3: np.dtype(np.float32)}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class CacheState(IntEnum):
+    """What a cache allows now; `Cache` states the rules."""
+
+    READY = 0
+    UNSETTLED = 1
+    PENDING_REPLAY = 2
+    TAINTED = 3
+    CLOSED = 4
+
+
+class StepOp(IntFlag):
+    """What a layer has run in the open step."""
+
+    APPEND = 1
+    CONV = 2
+    SCAN = 4
+
+
+class SliceC(Structure):
+    """memra_slice."""
+
+    _fields_ = (("ptr", c_uint64), ("len", c_int64), ("dtype", c_int32), ("device", c_int32))
+
+
+class KvLayerC(Structure):
+    """memra_kv_layer."""
+
+    _fields_ = (
+        ("present", c_uint32),
+        ("reserved", c_uint32),
+        ("k", SliceC),
+        ("v", SliceC),
+        ("kv_dim_k", c_int64),
+        ("kv_dim_v", c_int64),
+        ("k_tok_bytes", c_int64),
+        ("v_tok_bytes", c_int64),
+        ("len", c_int64),
+        ("len_d", SliceC),
+        ("k_format", c_int32),
+        ("v_format", c_int32),
+        ("n_head_kv", c_int32),
+        ("head_dim_k", c_int32),
+        ("head_dim_v", c_int32),
+        ("window", c_int32),
+        ("step_ops", c_uint32),
+        ("device_index", c_int32),
+    )
+
+
+class RecurLayerC(Structure):
+    """memra_recur_layer."""
+
+    _fields_ = (
+        ("present", c_uint32),
+        ("reserved", c_uint32),
+        ("conv_state", SliceC),
+        ("ssm_state", SliceC),
+        ("ssm_state_alt", SliceC),
+        ("conv_dim", c_int32),
+        ("d_conv", c_int32),
+        ("num_k", c_int32),
+        ("num_v", c_int32),
+        ("state_size", c_int32),
+        ("step_ops", c_uint32),
+        ("swaps", c_uint32),
+        ("device_index", c_int32),
+    )
+
+
+class LogitsC(Structure):
+    """memra_logits."""
+
+    _fields_ = (("present", c_uint32), ("reserved", c_uint32), ("slice", SliceC))
+
+
+class TapSinkC(Structure):
+    """memra_tap_sink."""
+
+    _fields_ = (
+        ("present", c_uint32),
+        ("n_taps", c_uint32),
+        ("layer_ids", POINTER(c_int32)),
+        ("buf", SliceC),
+        ("hidden", c_int64),
+        ("t", c_int64),
+    )
+
+
+class CacheDeviceC(Structure):
+    """memra_cache_device."""
+
+    _fields_ = (("pos_d", SliceC), ("health", SliceC))
+
+
+class CacheC(Structure):
+    """memra_cache."""
+
+    _fields_ = (
+        ("struct_size", c_uint32),
+        ("abi_version", c_uint32),
+        ("kv", POINTER(KvLayerC)),
+        ("recur", POINTER(RecurLayerC)),
+        ("pos", c_int64),
+        ("max_ctx", c_int64),
+        ("last_logits_dev", LogitsC),
+        ("dflash_taps", TapSinkC),
+        ("n_layer", c_int64),
+        ("devices", POINTER(CacheDeviceC)),
+        ("n_devices", c_int32),
+        ("state", c_uint32),
+        ("step_rows", c_int64),
+        ("replay_to", c_int64),
+        ("generation", c_uint64),
+        ("id", c_uint64),
+    )
+
+
+class HealthC(Structure):
+    """memra_health."""
+
+    _fields_ = (
+        ("count", c_uint64 * FAULT_KINDS),
+        ("first", c_uint64 * FAULT_KINDS),
+        ("flags", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+class CopyC(Structure):
+    """memra_copy."""
+
+    _fields_ = (("dst", c_uint64), ("src", c_uint64), ("bytes", c_uint64))
+
+
+HEALTH_BYTES = ctypes.sizeof(HealthC)
+
+STRUCTS: dict[str, type[Structure]] = {
+    "memra_slice": SliceC,
+    "memra_kv_layer": KvLayerC,
+    "memra_recur_layer": RecurLayerC,
+    "memra_logits": LogitsC,
+    "memra_tap_sink": TapSinkC,
+    "memra_cache_device": CacheDeviceC,
+    "memra_cache": CacheC,
+    "memra_health": HealthC,
+    "memra_copy": CopyC,
+}
