@@ -1,0 +1,400 @@
+"""Contexts, streams and events: the objects that own what the driver hands out.
+
+Every call binds the context to the calling thread first; objects may be shared between threads. `close()` may be called
+twice. What is not closed is freed when the object dies; such a free never raises: its first error is kept and raised
+by the next call on that context. At the end of the process, and in a forked child, nothing is freed: the driver does
+that. The slices of `memory.py` are offered here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy.typing as npt
+
+from . import driver
+from .errors import ArrayError, ConfigError, DeviceMismatch, DriverError, MemraError, StateError
+from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous
+
+__all__ = ["CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView", "HostMemory", "Memory"]
+
+LEGACY_STREAM = 1  # the handles below 3 are the driver's default streams: 0 and 1 legacy, 2 one per thread
+PER_THREAD_STREAM = 2
+GONE = frozenset({driver.DEINITIALIZED, driver.CONTEXT_IS_DESTROYED})  # nothing is left that could be freed
+
+_started = False  # this process made a context
+_forked = False  # this process is a fork of one that had
+
+
+def _after_fork_in_child() -> None:
+    global _forked
+    _forked = _started or _forked
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _refuse_in_a_fork() -> None:
+    if _forked:
+        raise StateError(
+            "CUDA does not survive fork(): this process was forked from one that used the GPU; "
+            "start children with multiprocessing's 'spawn', or use the GPU in the child only"
+        )
+
+
+class CudaContext(Closing):
+    """The primary context of one device, shared with every other user of it in the process; never reset.
+
+    Retained once here and released once: by `close()`, or, where slices and streams outlive that, with the last of
+    them. Raises NoDriver, UnsupportedDriver, DriverError; StateError in a forked child.
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        global _started
+        _refuse_in_a_fork()
+        driver.init()
+        _started = True
+        self.device = device
+        self._device = driver.device_get(device)
+        self.handle = driver.device_primary_ctx_retain(self._device)
+        self._release = weakref.finalize(self, _release_primary, self._device)
+        self._release.atexit = False
+        self._error: MemraError | None = None
+        self._closed = False
+        self._stopped = False  # closed, or with an error to raise: the one flag that `bind` looks at
+        self._held: dict[tuple[str, int], int] = {}  # what lives on this context: (kind, handle) -> bytes
+        self.pools = bool(self.attribute("MEMORY_POOLS_SUPPORTED"))
+
+    def bind(self) -> None:
+        """Makes the context current on the calling thread. Raises what a finaliser met since the last call."""
+        if self._stopped or _forked:
+            self._refuse()
+        if driver.ctx_get_current() != self.handle:
+            driver.ctx_set_current(self.handle)
+
+    def _refuse(self) -> None:
+        _refuse_in_a_fork()
+        if self._closed:
+            raise StateError(f"the context of device {self.device} is closed")
+        error, self._error, self._stopped = self._error, None, False
+        if error is not None:
+            raise error
+
+    def record_error(self, error: MemraError) -> None:
+        """Keeps the first error of a finaliser for the next call."""
+        if self._error is None:
+            self._error = error
+            self._stopped = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Refuses new work from now on; releases the primary context once nothing lives on it any more."""
+        self._closed = self._stopped = True
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._closed and not self._held:
+            self._release()
+
+    def _hold(self, kind: str, handle: int, nbytes: int = 0) -> None:
+        self._held[kind, handle] = nbytes
+
+    def _let_go(self, kind: str, handle: int, free: Callable[[int], None]) -> None:
+        """Frees one thing that lives here, also when the context is closed already; recorded errors stay for later.
+
+        Puts the thread's context back afterwards: a finaliser may run in the middle of work on another device.
+        """
+        try:
+            before = driver.ctx_get_current()
+            if before != self.handle:
+                driver.ctx_set_current(self.handle)
+            try:
+                free(handle)
+            finally:
+                if before != self.handle:
+                    driver.ctx_set_current(before)
+        except DriverError as error:
+            if error.code not in GONE:
+                raise
+        finally:
+            self._held.pop((kind, handle), None)
+            self._settle()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes allocated through this object and not freed."""
+        return sum(list(self._held.values()))
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by what follows CU_DEVICE_ATTRIBUTE_."""
+        return driver.device_get_attribute(name, self._device)
+
+    def name(self) -> str:
+        return driver.device_get_name(self._device)
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return self.attribute("COMPUTE_CAPABILITY_MAJOR"), self.attribute("COMPUTE_CAPABILITY_MINOR")
+
+    @property
+    def arch(self) -> str:
+        """The name that NVRTC has for this GPU, as in "sm_90"."""
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}"
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes, by the driver's word. Bytes that the pool keeps for reuse count as not free."""
+        self.bind()
+        return driver.mem_get_info()
+
+    def pool_info(self) -> tuple[int, int]:
+        """(reserved, used) bytes of the device's default memory pool, by every user of it; (0, 0) without pools."""
+        self.bind()
+        if not self.pools:
+            return 0, 0
+        pool = driver.device_get_default_mem_pool(self._device)
+        return (
+            driver.mem_pool_get_attribute("RESERVED_MEM_CURRENT", pool),
+            driver.mem_pool_get_attribute("USED_MEM_CURRENT", pool),
+        )
+
+    def enable_peer(self, other: CudaContext) -> bool:
+        """Lets this device read and write the other's memory directly; False where the two cannot."""
+        self.bind()
+        if not driver.device_can_access_peer(self._device, other._device):
+            return False
+        driver.ctx_enable_peer_access(other.handle)
+        return True
+
+
+def _release_primary(device: int) -> None:
+    if _forked:
+        return
+    with contextlib.suppress(MemraError):  # there is no later call on this context that could raise it
+        driver.device_primary_ctx_release(device)
+
+
+def _stream_handle(foreign: Any) -> int:
+    """The handle of an int, an object with `__cuda_stream__`, or one of torch's or CuPy's streams."""
+    if isinstance(foreign, int) and not isinstance(foreign, bool) and foreign >= 0:
+        return foreign
+    protocol = getattr(foreign, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol() if callable(protocol) else protocol
+        if version == 0:
+            return int(handle)
+        raise ConfigError(f"__cuda_stream__ of {type(foreign).__name__} speaks version {version}, we know version 0")
+    for name in ("cuda_stream", "ptr"):
+        handle = getattr(foreign, name, None)
+        if isinstance(handle, int):
+            return handle
+    raise ConfigError(
+        f"{foreign!r} is no stream: give a handle (int), an object with __cuda_stream__, or a torch or CuPy stream"
+    )
+
+
+class CudaStream(Closing):
+    """A stream: its own non-blocking one, or a `foreign` one, which is never destroyed here.
+
+    Also the `Memory` of a GPU: allocations are ordered in the stream (where the device has memory pools), and so are
+    their frees. Whoever owns a foreign stream keeps it alive until every slice made on it is closed.
+    """
+
+    def __init__(self, context: CudaContext, foreign: Any = None) -> None:
+        context.bind()
+        self.context = context
+        self.device = context.device
+        self.foreign = foreign
+        self._live: dict[int, int] = {}  # pointers allocated here -> bytes
+        self._destroy: weakref.finalize[[CudaContext, str, int], Any] | None = None
+        if foreign is None:
+            self._handle: int | None = driver.stream_create()
+            self._destroy = weakref.finalize(self, _destroy_quietly, context, "stream", self._handle)
+            self._destroy.atexit = False
+            context._hold("stream", self._handle)
+            return
+        handle = _stream_handle(foreign)
+        if handle > PER_THREAD_STREAM and driver.stream_get_ctx(handle) != context.handle:
+            raise DeviceMismatch(
+                f"stream 0x{handle:x} belongs to another context than the primary one of device {self.device}"
+            )
+        self._handle = handle
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise StateError("the stream is closed")
+        return self._handle
+
+    @property
+    def is_closed(self) -> bool:
+        return self._handle is None
+
+    def close(self) -> None:
+        """Waits for the stream and destroys it; does neither to a foreign stream that has no slices left.
+
+        Slices made on it stay good and are freed as usual.
+        """
+        handle, self._handle = self._handle, None
+        if handle is None or _forked:
+            return
+        if self._destroy is not None and self._destroy.detach() is not None:
+            self.context._let_go("stream", handle, _finish_stream)
+        elif self._live:
+            self.context._let_go("stream", handle, driver.stream_synchronize)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def synchronize(self) -> None:
+        """Waits until all work of the stream is done."""
+        self.context.bind()
+        driver.stream_synchronize(self.handle)
+
+    def query(self) -> bool:
+        """True when all work of the stream is done; does not wait."""
+        self.context.bind()
+        return driver.stream_query(self.handle)
+
+    def record(self, event: CudaEvent) -> None:
+        """The event stands for all work enqueued so far."""
+        self.context.bind()
+        driver.event_record(event.handle, self.handle)
+
+    def wait(self, event: CudaEvent) -> None:
+        """Later work of this stream waits for the event; the host does not. The event may be of another device."""
+        self.context.bind()
+        driver.stream_wait_event(self.handle, event.handle)
+
+    def memcpy_dtod(self, dst: int, src: int, nbytes: int) -> None:
+        """Copies between device addresses of this context, in stream order."""
+        if nbytes:
+            self.context.bind()
+            driver.memcpy_dtod_async(dst, src, nbytes, self.handle)
+
+    def memset(self, dst: int, value: int, nbytes: int) -> None:
+        """Fills bytes with `value` (0..255), in stream order."""
+        if nbytes:
+            self.context.bind()
+            driver.memset_d8_async(dst, value, nbytes, self.handle)
+
+    def memcpy_htod(self, dst: int, array: npt.NDArray[Any]) -> None:
+        """Copies a C-contiguous array to `dst`, in stream order. Ordinary memory may be changed after the return;
+        pinned memory must stay unchanged until the stream has passed."""
+        check_contiguous(array)
+        if array.nbytes:
+            self.context.bind()
+            driver.memcpy_htod_async(dst, array.ctypes.data, array.nbytes, self.handle)
+
+    def memcpy_dtoh(self, array: npt.NDArray[Any], src: int) -> None:
+        """Fills a C-contiguous, writeable array from `src` in stream order: it is full once the stream has passed."""
+        check_contiguous(array)
+        if not array.flags.writeable:
+            raise ArrayError("the array to copy into is read-only")
+        if array.nbytes:
+            self.context.bind()
+            driver.memcpy_dtoh_async(array.ctypes.data, src, array.nbytes, self.handle)
+
+    def alloc_bytes(self, nbytes: int) -> int:
+        """Uninitialised bytes, 256-byte aligned, usable by this stream at once. Raises DriverOutOfMemory."""
+        self.context.bind()
+        handle = self.handle
+        ptr = driver.mem_alloc_async(nbytes, handle) if self.context.pools else driver.mem_alloc(nbytes)
+        self._live[ptr] = nbytes
+        self.context._hold("memory", ptr, nbytes)
+        return ptr
+
+    def free_bytes(self, ptr: int, nbytes: int) -> None:
+        """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork."""
+        if _forked:
+            return
+        if self._live.pop(ptr, None) is None:
+            raise StateError(f"0x{ptr:x} was not allocated on this stream, or was freed before")
+        self.context._let_go("memory", ptr, self._free)
+
+    def _free(self, ptr: int) -> None:
+        if self._handle is not None and self.context.pools:
+            driver.mem_free_async(ptr, self._handle)
+            return
+        if self._handle is not None:
+            driver.stream_synchronize(self._handle)
+        driver.mem_free(ptr)  # close() has waited for the stream
+
+    def read(self, ptr: int, out: npt.NDArray[Any]) -> None:
+        """`memcpy_dtoh`, then waits for the stream."""
+        self.memcpy_dtoh(out, ptr)
+        self.synchronize()
+
+    def write(self, ptr: int, array: npt.NDArray[Any]) -> None:
+        """`memcpy_htod`."""
+        self.memcpy_htod(ptr, array)
+
+    def record_error(self, error: MemraError) -> None:
+        self.context.record_error(error)
+
+    def export_stream(self) -> int:
+        return self.handle or LEGACY_STREAM  # the interface forbids 0
+
+
+class CudaEvent(Closing):
+    """A point in a stream. With `timing`, two of them measure."""
+
+    def __init__(self, context: CudaContext, *, timing: bool = False) -> None:
+        context.bind()
+        self.context = context
+        self._handle: int | None = driver.event_create(timing)
+        self._destroy = weakref.finalize(self, _destroy_quietly, context, "event", self._handle)
+        self._destroy.atexit = False
+        context._hold("event", self._handle)
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise StateError("the event is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Destroys the event; work that waits for it still does."""
+        handle, self._handle = self._handle, None
+        if handle is None or _forked:
+            return
+        self._destroy.detach()
+        self.context._let_go("event", handle, driver.event_destroy)
+
+    def query(self) -> bool:
+        """True when the work that it stands for is done; does not wait."""
+        self.context.bind()
+        return driver.event_query(self.handle)
+
+    def synchronize(self) -> None:
+        """Waits until the work that it stands for is done."""
+        self.context.bind()
+        driver.event_synchronize(self.handle)
+
+    def elapsed_ms(self, start: CudaEvent) -> float:
+        """Milliseconds from `start` to this one; both recorded, with timing, and passed."""
+        self.context.bind()
+        return driver.event_elapsed_time(start.handle, self.handle)
+
+
+def _finish_stream(handle: int) -> None:
+    try:
+        driver.stream_synchronize(handle)
+    finally:
+        driver.stream_destroy(handle)
+
+
+def _destroy_quietly(context: CudaContext, kind: str, handle: int) -> None:
+    if _forked:
+        return
+    try:
+        context._let_go(kind, handle, driver.stream_destroy if kind == "stream" else driver.event_destroy)
+    except MemraError as error:
+        context.record_error(error)
