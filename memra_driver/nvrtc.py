@@ -1,0 +1,263 @@
+"""CUDA C to cubin with NVRTC: sources, options, the compiler's log, and a cache on disk.
+
+A cubin comes from the first of: the package's own `cubins` folder (a wheel may bring it), the cache folder, NVRTC.
+The cache folder is `MEMRA_CACHE_DIR`, else `memra_driver` in `XDG_CACHE_HOME`, else in `~/.cache`; one that is broken,
+full or read-only costs time and never fails a run. Neither a GPU nor a driver is needed here. NVRTC is loaded by the
+first compile, never by this import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .errors import CompileError, ConfigError, DriverError, NoDriver
+
+log = logging.getLogger("memra_driver")
+
+SCHEMA = 1  # raise it when the shape of a key or of a cache entry changes
+OPTIONS = ("--std=c++17",)
+NEED_NVRTC = "pip install memra-driver[cu13] (or [cu12]) or cuda-toolkit[nvrtc] brings it"
+ELF = b"\x7fELF"
+DIGEST_BYTES = 32  # a cache entry is the cubin, then its SHA-256
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_ARCH = re.compile(r"sm_\d+[af]?")
+
+
+def source_dir() -> Path:
+    """The folder of kernel sources and headers: inside the package when installed, else beside it."""
+    package = Path(__file__).resolve().parent
+    inside = package / "cuda_src"
+    return inside if inside.is_dir() else package.parent / "cuda_src"
+
+
+def prebuilt_dir() -> Path:
+    """The folder of cubins that came with the package, one folder per architecture; may not exist."""
+    return Path(__file__).resolve().parent / "cubins"
+
+
+def sources(folder: Path | None = None) -> list[str]:
+    """The names of the kernel sources, sorted."""
+    return sorted(path.name for path in (folder or source_dir()).glob("*.cu"))
+
+
+def include_files(source: str, folder: Path | None = None) -> dict[str, bytes]:
+    """Name -> bytes of every file of ours that `source` includes, directly or not."""
+    root = folder or source_dir()
+    found: dict[str, bytes] = {}
+    todo = [_read(root / source)]
+    while todo:
+        for match in _INCLUDE.finditer(todo.pop()):
+            name = match[1].decode(errors="replace")
+            if name not in found and (root / name).is_file():  # the compiler reports one that it misses
+                found[name] = _read(root / name)
+                todo.append(found[name])
+    return dict(sorted(found.items()))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CompileError(f"{path}: {error.strerror}: there is no such kernel source to read") from error
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    """SHA-256 over the parts, each behind its length, so that no two lists of parts run together."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def sources_hash(folder: Path | None = None) -> str:
+    """SHA-256 (hex) over the names and bytes of all kernel sources and headers."""
+    root = folder or source_dir()
+    names = sorted(path.name for kind in ("*.cu", "*.cuh", "*.h") for path in root.glob(kind))
+    return _hash(part for name in names for part in (name.encode(), _read(root / name)))
+
+
+def text_key(source: str, arch: str, folder: Path | None = None) -> str:
+    """SHA-256 (hex) of all that decides a cubin but the compiler: source, included files, options, architecture."""
+    files = {source: _read((folder or source_dir()) / source), **include_files(source, folder)}
+    texts = [part for name, data in files.items() for part in (name.encode(), data)]
+    return _hash([str(SCHEMA).encode(), arch.encode(), *(option.encode() for option in OPTIONS), *texts])
+
+
+def cache_key(source: str, arch: str, folder: Path | None = None) -> str:
+    """`text_key` and the version of NVRTC: the name of the entry in the cache folder."""
+    return _hash([text_key(source, arch, folder).encode(), "{}.{}".format(*version()).encode()])
+
+
+def prebuilt_path(source: str, arch: str, folder: Path | None = None) -> Path:
+    """Where a wheel keeps this cubin. The name does not depend on NVRTC, so that none need be installed."""
+    return prebuilt_dir() / arch / f"{Path(source).stem}.{text_key(source, arch, folder)[:16]}.cubin"
+
+
+# The cache on disk
+
+
+def cache_dir() -> Path | None:
+    """The cache folder by the environment of this moment; None where there is no home either."""
+    own = os.environ.get("MEMRA_CACHE_DIR")
+    if own:
+        return Path(own)
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "memra_driver"
+    except RuntimeError:
+        return None
+
+
+def _load_entry(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    cubin, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if cubin.startswith(ELF) and hashlib.sha256(cubin).digest() == digest:
+        return cubin
+    log.debug("%s is broken and is compiled again", path)
+    return None
+
+
+def _store_entry(path: Path, cubin: bytes) -> None:
+    """Whole or not at all: a reader, or another writer, never sees half an entry."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with open(descriptor, "wb") as file:
+            file.write(cubin + hashlib.sha256(cubin).digest())
+        os.replace(temporary, path)
+    except OSError as error:
+        log.debug("the cubin cache cannot be written: %s", error)
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+# NVRTC
+
+
+def _nvrtc(name: str, *args: Any) -> tuple[Any, ...]:
+    """Calls one function of NVRTC; returns (status, outputs...). Raises NoDriver where NVRTC is missing."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise NoDriver("import cuda.bindings", -1, "no cuda-bindings", f"{error}; {NEED_NVRTC}") from error
+    try:
+        result: tuple[Any, ...] = getattr(nvrtc, name)(*args)
+    except RuntimeError as error:  # pathfinder's DynamicLibNotFoundError, and what older bindings raise
+        raise NoDriver(name, -1, "no libnvrtc", f"NVRTC was not found: {NEED_NVRTC}") from error
+    return result
+
+
+def _output(name: str, *args: Any) -> Any:
+    status, *outputs = _nvrtc(name, *args)
+    if status:
+        raise DriverError(name, int(status), status.name)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that compiles. Raises NoDriver where there is none."""
+    major, minor = _output("nvrtcVersion")
+    return int(major), int(minor)
+
+
+def library_path() -> str | None:
+    """Where NVRTC was loaded from; None where that cannot be told. Raises NoDriver where there is none."""
+    version()
+    from cuda import pathfinder
+
+    try:
+        path = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+    except RuntimeError:
+        return None
+    return None if path is None else str(path)
+
+
+def _bytes_of(program: Any, size: str, get: str) -> bytes:
+    buffer = bytes(int(_output(size, program)))
+    _output(get, program, buffer)
+    return buffer
+
+
+def _compile(source: str, target: str, get: str, folder: Path | None) -> bytes:
+    """Compiles for `target`, and returns what `get` ("CUBIN", "PTX") names. Included files are handed over in memory,
+    so a compile reads what its key was made of, and no path of this machine gets into it."""
+    text = _read((folder or source_dir()) / source)
+    included = include_files(source, folder)
+    options = [*OPTIONS, f"--gpu-architecture={target}"]
+    if version() >= (12, 9):
+        options.append("--no-cache")  # NVRTC's own cache; it is younger than that, and ours is enough
+    names, headers = [name.encode() for name in included], list(included.values())
+    started = time.perf_counter()
+    program = _output("nvrtcCreateProgram", text, source.encode(), len(names), headers, names)
+    try:
+        status = _nvrtc("nvrtcCompileProgram", program, len(options), [option.encode() for option in options])[0]
+        if status:
+            told = _bytes_of(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0 \n")
+            raise CompileError(
+                f"NVRTC {version()[0]}.{version()[1]} refused {source} for {target}: {status.name}",
+                told.decode(errors="replace"),
+                tuple(options),
+            )
+        code = _bytes_of(program, f"nvrtcGet{get}Size", f"nvrtcGet{get}")
+    finally:
+        _nvrtc("nvrtcDestroyProgram", program)
+    log.debug("compiled %s for %s in %.0f ms", source, target, 1e3 * (time.perf_counter() - started))
+    return code
+
+
+def _check_arch(arch: str) -> None:
+    if not _ARCH.fullmatch(arch):
+        raise ConfigError(f"architecture {arch!r}: write it as sm_90, sm_90a or sm_100f")
+
+
+def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:
+    """The cubin of one source file, from the package, the cache or the compiler. Raises CompileError, NoDriver."""
+    _check_arch(arch)
+    with contextlib.suppress(OSError):
+        prebuilt = prebuilt_path(source, arch, folder).read_bytes()
+        if prebuilt.startswith(ELF):
+            log.debug("%s for %s came with the package", source, arch)
+            return prebuilt
+    cache = cache_dir()
+    entry = None if cache is None else cache / f"{cache_key(source, arch, folder)}.cubin"
+    cubin = None if entry is None else _load_entry(entry)
+    if cubin is not None:
+        log.debug("%s for %s came from the cache", source, arch)
+        return cubin
+    cubin = _compile(source, arch, "CUBIN", folder)
+    if entry is not None:
+        _store_entry(entry, cubin)
+    return cubin
+
+
+def compile_ptx(source: str, arch: str, folder: Path | None = None) -> str:
+    """The PTX text of one source file; never cached. Raises CompileError, NoDriver."""
+    _check_arch(arch)
+    return _compile(source, arch.replace("sm_", "compute_"), "PTX", folder).rstrip(b"\0").decode()
+
+
+def compile_all(
+    archs: Iterable[str], jobs: int | None = None, folder: Path | None = None
+) -> dict[tuple[str, str], bytes]:
+    """Every source for every architecture, in threads: (source, arch) -> cubin. Raises the first CompileError."""
+    pairs = [(source, arch) for arch in archs for source in sources(folder)]
+    with ThreadPoolExecutor(max_workers=jobs or os.cpu_count()) as pool:
+        cubins = pool.map(lambda pair: compile_cubin(pair[0], pair[1], folder), pairs)
+        return dict(zip(pairs, cubins, strict=True))
