@@ -1,0 +1,148 @@
+"""One sequence's state in a hybrid language model: quantised K/V, recurrent state, snapshot, rollback.
+
+The names below load their module at first use, so importing the package costs next to nothing and
+needs no driver, no NVRTC and no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from .errors import (
+    AbiError,
+    ArrayError,
+    CapacityError,
+    CompileError,
+    ConfigError,
+    DeviceMismatch,
+    DriverError,
+    DriverOutOfMemory,
+    HealthError,
+    IllegalAddress,
+    MemraError,
+    NoDriver,
+    OutOfMemory,
+    SnapshotError,
+    StateError,
+    UnsupportedDriver,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from . import ops
+    from .cache import Cache
+    from .config import Gemma4Config, LayerKind, ModelConfig, SsmConfig, Step35Config
+    from .device import CudaContext, CudaEvent, CudaSlice, CudaStream, CudaView
+    from .formats import FormatPolicy
+    from .kvdev import CudaDev, HostDev, KvDev
+    from .layers import CacheSnapshot, DflashTapSink, KvLayer, RecurLayer
+    from .plan import CacheOptions, CachePlan
+    from .pp import pp_cuts, stage_of
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbiError",
+    "ArrayError",
+    "Cache",
+    "CacheOptions",
+    "CachePlan",
+    "CacheSnapshot",
+    "CapacityError",
+    "CompileError",
+    "ConfigError",
+    "CudaContext",
+    "CudaDev",
+    "CudaEvent",
+    "CudaSlice",
+    "CudaStream",
+    "CudaView",
+    "DeviceMismatch",
+    "DflashTapSink",
+    "DriverError",
+    "DriverOutOfMemory",
+    "FormatPolicy",
+    "Gemma4Config",
+    "HealthError",
+    "HostDev",
+    "IllegalAddress",
+    "KvDev",
+    "KvLayer",
+    "LayerKind",
+    "MemraError",
+    "ModelConfig",
+    "NoDriver",
+    "OutOfMemory",
+    "RecurLayer",
+    "SnapshotError",
+    "SsmConfig",
+    "StateError",
+    "Step35Config",
+    "UnsupportedDriver",
+    "UnsupportedError",
+    "__version__",
+    "errors",
+    "get_cubins",
+    "get_include",
+    "get_library",
+    "ops",
+    "pp_cuts",
+    "stage_of",
+]
+
+_HOME = {
+    "cache": ("Cache",),
+    "config": ("Gemma4Config", "LayerKind", "ModelConfig", "SsmConfig", "Step35Config"),
+    "device": ("CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView"),
+    "formats": ("FormatPolicy",),
+    "kvdev": ("CudaDev", "HostDev", "KvDev"),
+    "layers": ("CacheSnapshot", "DflashTapSink", "KvLayer", "RecurLayer"),
+    "ops": ("ops",),
+    "plan": ("CacheOptions", "CachePlan"),
+    "pp": ("pp_cuts", "stage_of"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module_name = _MODULE_OF.get(name)
+    if module_name is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f"{__name__}.{module_name}")
+    value = module if name == module_name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def get_include() -> str:
+    """Folder of `memra_driver.h`, `memra_formats.h` and the CUDA texts, for a compiler's `-I`.
+
+    It lies inside an installed package, and beside it in a repository. Raises FileNotFoundError when the package was
+    copied without it.
+    """
+    from .nvrtc import source_dir
+
+    header = source_dir() / "memra_driver.h"
+    if not header.is_file():
+        raise FileNotFoundError(f"{header} is missing: reinstall memra-driver")
+    return str(header.parent)
+
+
+def get_library() -> str | None:
+    """Path of the shared library with the C ABI; None where it has not been built."""
+    return None
+
+
+def get_cubins(arch: str) -> list[str]:
+    """Paths of the kernels compiled ahead of time for `arch` ("sm_90") from the sources present; sorted, may be none."""
+    from .nvrtc import prebuilt_path, sources
+
+    paths = (prebuilt_path(source, arch) for source in sources())
+    return sorted(str(path) for path in paths if path.is_file())
