@@ -1,0 +1,77 @@
+// conv_update, conv_ring_rebuild: the causal depthwise convolution in front of a linear-attention layer.
+//
+// Its state is a ring of the last d_conv - 1 raw inputs per channel: conv_state (conv_dim, d_conv - 1),
+// column 0 the oldest. d_conv is 1 to 8.
+#include "device.cuh"
+
+#define TAPS 8
+#define ROWS 16  // rows of one channel that a thread walks; at least the longest ring
+
+// x, out (rows, conv_dim); w (conv_dim, d_conv), w[0] times the oldest input; out has SiLU applied.
+// Blocks: the channels in runs of 128, then the same for the next ROWS rows. Only a thread of the first
+// rows touches the ring; later ones find the inputs before theirs in x.
+extern "C" __global__ void __launch_bounds__(128) conv_update(
+        const float* x, const float* w, float* conv_state, float* out, const int* pos_d,
+        long long slot, int rows, int conv_dim, int d_conv, memra_health* health, int layer) {
+    const int channel_blocks = (conv_dim + 127) / 128;
+    const int c = (int)(blockIdx.x % channel_blocks) * 128 + (int)threadIdx.x;
+    const long long start = (long long)(blockIdx.x / channel_blocks) * ROWS;
+    const int count = rows - start < ROWS ? (int)(rows - start) : ROWS;
+    const int pad = d_conv - 1, skip = TAPS - d_conv;  // taps below `skip` do not exist
+    float* ring = conv_state + (long long)c * pad;
+    unsigned bad = 0;  // bit r: row start + r is not finite
+
+    if (c < conv_dim) {
+        float window[TAPS] = {}, weight[TAPS] = {};
+#pragma unroll
+        for (int i = 0; i < TAPS; i++) {
+            if (i < skip) continue;
+            weight[i] = w[(long long)c * d_conv + i - skip];
+            if (i == TAPS - 1) continue;  // the newest; the others stand one place on, for the first row to move them
+            window[i + 1] = start == 0 ? ring[i - skip] : x[(start - (TAPS - 1) + i) * conv_dim + c];
+        }
+        for (int r = 0; r < count; r++) {
+            const float newest = x[(start + r) * conv_dim + c];
+            bad |= (memra_finite(newest) ? 0u : 1u) << r;
+#pragma unroll
+            for (int i = 0; i < TAPS - 1; i++) window[i] = window[i + 1];
+            window[TAPS - 1] = newest;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < TAPS; i++) sum = i >= skip ? __fmaf_rn(window[i], weight[i], sum) : sum;
+            out[(start + r) * conv_dim + c] = __fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum)));
+        }
+        if (start == 0) {
+            // Ascending, so a column is read before it is overwritten (rows >= 1).
+            for (int j = 0; j < pad; j++) {
+                ring[j] = rows + j < pad ? ring[rows + j] : x[(long long)(rows - pad + j) * conv_dim + c];
+            }
+        }
+    }
+    if (__any_sync(MEMRA_ALL_LANES, bad != 0)) {
+        const long long first = memra_slot(pos_d, slot) + start;
+        for (int r = 0; r < ROWS; r++) {
+            memra_report_any(bad >> r & 1u, health, MEMRA_FAULT_NONFINITE, layer, first + r);
+        }
+    }
+}
+MEMRA_EXPORT(conv_update)
+
+// The ring after the first `accept` rows of x (rows, conv_dim) on top of ring_old, which may be conv_state itself.
+extern "C" __global__ void __launch_bounds__(128) conv_ring_rebuild(
+        const float* x, const float* ring_old, float* conv_state, const int* accept_d, int accept,
+        int rows, int conv_dim, int d_conv, memra_health* health, int layer) {
+    const int taken = accept_d ? *accept_d : accept;
+    if (taken < 0 || taken > rows) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
+        return;
+    }
+    const int c = (int)(blockIdx.x * blockDim.x + threadIdx.x), pad = d_conv - 1;
+    if (c >= conv_dim) return;
+    // Ascending, so a column is read before it is overwritten.
+    for (int j = 0; j < pad; j++) {
+        conv_state[(long long)c * pad + j] = taken + j < pad ? ring_old[(long long)c * pad + taken + j]
+                                                             : x[(long long)(taken - pad + j) * conv_dim + c];
+    }
+}
+MEMRA_EXPORT(conv_ring_rebuild)

@@ -1,0 +1,143 @@
+// device.cuh: what every kernel needs, and the only file that knows which compiler reads it.
+//
+// NVRTC and nvcc compile for a GPU; g++ with MEMRA_CPU compiles the same kernels for a CPU, over a
+// header cuda_cpu.h that stands for the CUDA language. No CUDA header is included: the conversions
+// that C++ lacks are PTX for a GPU, integer arithmetic with the same bytes elsewhere. No function
+// contracts a product and a sum by itself: where one rounding is meant, __fmaf_rn stands.
+#pragma once
+
+#include "memra_driver.h"
+
+#if defined(MEMRA_CPU)
+#include "cuda_cpu.h"
+#define MEMRA_EXPORT(kernel) MEMRA_CPU_EXPORT(kernel)  // a launcher under a C name
+#else
+#define MEMRA_EXPORT(kernel)
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define MEMRA_PTX 1
+#else
+#define MEMRA_PTX 0
+#endif
+
+#define MEMRA_ALL_LANES 0xFFFFFFFFu
+
+__device__ inline bool memra_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
+
+// Minimum and maximum as on a GPU: a NaN loses against a number, -0 lies below +0.
+__device__ inline float memra_min(float a, float b) {
+#if MEMRA_PTX
+    return fminf(a, b);
+#else
+    if (a != a) return b;
+    if (b != b) return a;
+    return a < b ? a : b < a ? b : __uint_as_float(__float_as_uint(a) | __float_as_uint(b));
+#endif
+}
+
+__device__ inline float memra_max(float a, float b) {
+#if MEMRA_PTX
+    return fmaxf(a, b);
+#else
+    if (a != a) return b;
+    if (b != b) return a;
+    return a < b ? b : b < a ? a : __uint_as_float(__float_as_uint(a) & __float_as_uint(b));
+#endif
+}
+
+// f32 -> f16 bits, half to even, overflow to infinity, every NaN to 0x7FFF.
+__device__ inline uint16_t memra_to_f16(float x) {
+#if MEMRA_PTX
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return half;
+#else
+    const uint32_t bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return 0x7FFFu;
+    if (magnitude >= 0x477FF000u) return (uint16_t)(sign | 0x7C00u);  // from 65520 on
+    if (magnitude < 0x38800000u) {                                     // below 2^-14: steps of 2^-24
+        // Adding 2^-1 leaves the mantissa in steps of 2^-24, rounded half to even.
+        return (uint16_t)(sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3F000000u));
+    }
+    return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1u)) >> 13));
+#endif
+}
+
+__device__ inline float memra_from_f16(uint16_t half) {
+#if MEMRA_PTX
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+#else
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7FFFu;
+    if (magnitude >= 0x7C00u) return __uint_as_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+    return __uint_as_float(sign | __float_as_uint(__fmul_rn(__uint_as_float(magnitude << 13), 0x1p112f)));  // exact
+#endif
+}
+
+// f32 -> bf16 bits, half to even, every NaN to 0x7FFF.
+__device__ inline uint16_t memra_to_bf16(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    return x != x ? (uint16_t)0x7FFFu : (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+// f32 -> e4m3 bits, half to even; finite or infinite beyond 448 saturates; every NaN to 0x7F.
+__device__ inline uint8_t memra_to_e4m3(float x) {
+#if MEMRA_PTX && __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+    return (uint8_t)pair;
+#else
+    const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return 0x7Fu;
+    if (magnitude >= 0x43E00000u) return (uint8_t)(sign | 0x7Eu);  // from 448 on
+    if (magnitude < 0x3C800000u) {                                  // below 2^-6: steps of 2^-9
+        // Adding 2^14 leaves the mantissa in steps of 2^-9, rounded half to even.
+        return (uint8_t)(sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - 0x46800000u));
+    }
+    return (uint8_t)(sign | ((magnitude - 0x3C000000u + 0x7FFFFu + (magnitude >> 20 & 1u)) >> 20));
+#endif
+}
+
+__device__ inline float memra_from_e4m3(uint8_t code) {
+    const uint32_t sign = (uint32_t)(code & 0x80u) << 24, magnitude = code & 0x7Fu;
+    if (magnitude == 0x7Fu) return __uint_as_float(0x7FFFFFFFu);
+    return __uint_as_float(sign | __float_as_uint(__fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f)));  // exact
+}
+
+// Warp reductions by butterfly, 16, 8, 4, 2, 1 apart: every lane gets the same bits.
+__device__ inline float memra_warp_sum(float x) {
+    for (int apart = 16; apart > 0; apart >>= 1) x = __fadd_rn(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart));
+    return x;
+}
+
+__device__ inline float memra_warp_min(float x) {
+    for (int apart = 16; apart > 0; apart >>= 1) x = memra_min(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart));
+    return x;
+}
+
+__device__ inline float memra_warp_max(float x) {
+    for (int apart = 16; apart > 0; apart >>= 1) x = memra_max(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart));
+    return x;
+}
+
+// The lowest lane of a ballot; 0 for an empty one.
+__device__ inline int memra_lowest_lane(unsigned ballot) { return ballot ? __ffs((int)ballot) - 1 : 0; }
+
+// The position that a launch starts at: the device's counter where there is one.
+__device__ inline long long memra_slot(const int* pos_d, long long slot) { return pos_d ? *pos_d : slot; }
+
+// Adds `count` faults of `kind`, seen at position `slot`, to the error record (may be null). One thread calls it.
+__device__ inline void memra_report(memra_health* health, int kind, int layer, long long slot, unsigned count) {
+    if (!health) return;
+    const unsigned long long key = (unsigned long long)(slot < 0 ? 0 : slot) << 16 | (unsigned)layer;
+    atomicAdd((unsigned long long*)&health->count[kind], (unsigned long long)count);
+    atomicMax((unsigned long long*)&health->first[kind], ~key);
+    atomicOr(&health->flags, 1u << kind);
+}
+
+// Reports one fault if `bad` in any lane. The whole warp calls it.
+__device__ inline void memra_report_any(bool bad, memra_health* health, int kind, int layer, long long slot) {
+    if (__any_sync(MEMRA_ALL_LANES, bad) && (threadIdx.x & 31) == 0) memra_report(health, kind, layer, slot, 1);
+}
