@@ -165,7 +165,7 @@ def test_a_read_only_cache_does_not_matter(
     cache.mkdir()
     cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
     if os.geteuid() == 0:  # root writes everywhere
-        monkeypatch.setattr(nvrtc.tempfile, "mkstemp", refuse)
+        monkeypatch.setattr("tempfile.mkstemp", refuse)
     first = nvrtc.compile_cubin("store.cu", ARCH, folder)
     assert nvrtc.compile_cubin("store.cu", ARCH, folder) == first
     assert len(compiles) == 2
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_no_half_entry(folder: Path, cache: Path, monkeypatch
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nvrtc.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     assert nvrtc.compile_cubin("store.cu", ARCH, folder)[:4] == b"\x7fELF"
     assert list(cache.iterdir()) == []
 
@@ -188,7 +188,7 @@ def test_no_home_and_no_setting_means_no_cache(folder: Path, monkeypatch: pytest
 
     monkeypatch.delenv("MEMRA_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(nvrtc.Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", homeless)
     assert nvrtc.cache_dir() is None
     assert nvrtc.compile_cubin("store.cu", ARCH, folder)[:4] == b"\x7fELF"
 
