@@ -141,7 +141,7 @@ def get_library() -> str | None:
 
 
 def get_cubins(arch: str) -> list[str]:
-    """Paths of the kernels compiled ahead of time for `arch` ("sm_90") from the sources present; sorted, may be none."""
+    """Paths of the kernels compiled ahead of time for `arch` ("sm_90") from the sources present, sorted."""
     from .nvrtc import prebuilt_path, sources
 
     paths = (prebuilt_path(source, arch) for source in sources())
