@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memra_driver import driver, nvrtc
+from memra_driver.errors import AbiError, UnsupportedDriver
+
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
@@ -75,7 +78,7 @@ KERNELS: dict[str, Kernel] = {
             " memra_health* health, int layer",
             lambda a: _line(_ceil_div(a["rows"] * ((a["kv_dim_k"] + a["kv_dim_v"]) // 32), 8), 256),
         ),
-        # x, out (rows, conv_dim); w (conv_dim, d_conv); conv_state (conv_dim, d_conv - 1). SiLU applied; rolls the ring.
+        # x, out (rows, conv_dim); w (conv_dim, d_conv); conv_state (conv_dim, d_conv - 1), which rolls. SiLU applied.
         Kernel(
             "conv_update",
             "conv.cu",
@@ -129,3 +132,81 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
+
+_CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+
+
+class LaunchPlan:
+    """One loaded kernel with its parameter block, which each launch fills in place.
+
+    The driver copies the block during the call, so it may be filled again at once. Not for two
+    threads at a time.
+    """
+
+    def __init__(self, kernel: Kernel, handle: int) -> None:
+        self.kernel = kernel
+        self.handle = handle
+        self.names = tuple(name for _, name in kernel.params)
+        self.is_pointer = tuple(kind.endswith("*") for kind, _ in kernel.params)
+        fields = [(name, _CTYPES.get(kind, ctypes.c_uint64)) for kind, name in kernel.params]
+        block = type(f"{kernel.name}_params", (ctypes.Structure,), {"_fields_": fields})
+        self._block = block()
+        base = ctypes.addressof(self._block)
+        offsets = [getattr(block, name).offset for name in self.names]
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self.layout = [(offset, ctypes.sizeof(kind)) for offset, (_, kind) in zip(offsets, fields, strict=True)]
+
+    def launch(self, stream: int, args: Sequence[Any]) -> None:
+        """Enqueues the kernel with its arguments in the table's order; slices give their address, None is null."""
+        if len(args) != len(self.names):
+            raise AbiError(f"{self.kernel.name} takes {len(self.names)} arguments, not {len(args)}")
+        block = self._block
+        for name, pointer, value in zip(self.names, self.is_pointer, args, strict=True):
+            if pointer:
+                value = 0 if value is None else value.ptr
+            setattr(block, name, value)
+        grid, threads, shared_bytes = self.kernel.shape(dict(zip(self.names, args, strict=True)))
+        driver.launch_kernel(
+            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
+        )
+
+
+class KernelSet:
+    """The kernels of one architecture, compiled or found in the cache at their first use."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self._libraries: dict[str, int] = {}
+        self._plans: dict[str, LaunchPlan] = {}
+
+    def plan(self, name: str) -> LaunchPlan:
+        """The launch plan of a kernel. The first use of a source may compile it.
+
+        Raises CompileError, NoDriver (NVRTC is missing), DriverError, and AbiError when the loaded
+        kernel's parameters are not those of the table.
+        """
+        found = self._plans.get(name)
+        return self._load(KERNELS[name]) if found is None else found
+
+    def close(self) -> None:
+        """Unloads everything; may be called twice. The work that uses it must have ended."""
+        self._plans.clear()
+        while self._libraries:
+            driver.library_unload(self._libraries.popitem()[1])
+
+    def _load(self, kernel: Kernel) -> LaunchPlan:
+        library = self._libraries.get(kernel.source)
+        if library is None:
+            library = driver.library_load_data(nvrtc.compile_cubin(kernel.source, self.arch))
+            self._libraries[kernel.source] = library
+        plan = LaunchPlan(kernel, driver.library_get_kernel(library, kernel.name))
+        try:
+            found = driver.kernel_get_param_info(plan.handle)
+        except UnsupportedDriver:
+            found = plan.layout  # a driver before 12.4 does not tell
+        if found != plan.layout:
+            raise AbiError(
+                f"{kernel.name} was built with parameters {found} (offset, bytes); the table has {plan.layout}"
+            )
+        self._plans[kernel.name] = plan
+        return plan

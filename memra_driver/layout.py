@@ -17,6 +17,7 @@ ABI_VERSION = 1
 FAULT_KINDS = 5
 
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int32), 3: np.dtype(np.float32)}
+DTYPE_NAMES = {"u8": DTYPES[1], "i32": DTYPES[2], "f32": DTYPES[3]}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -167,3 +168,9 @@ STRUCTS: dict[str, type[Structure]] = {
     "memra_health": HealthC,
     "memra_copy": CopyC,
 }
+
+
+def put_slice(c: SliceC, plane: Any, device: int) -> None:
+    """Writes a slice's address, length and dtype into a memra_slice."""
+    c.ptr, c.len, c.device = plane.ptr, plane.len, device
+    c.dtype = DTYPE_CODES[np.dtype(plane.dtype)]

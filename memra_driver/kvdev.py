@@ -1,0 +1,278 @@
+"""Devices that can hold a cache: the seven operations of the Rust trait, CUDA, and the host.
+
+`KvDev` is all that a cache needs. A device may offer more, and a cache then uses it:
+
+    arena              True: all planes of a cache are views of one allocation
+    alloc_arena(n)     n zeroed bytes as one slice with `plane(offset, len, dtype)`
+    copy_bytes, copy_many, clear_bytes    by address, in stream order
+    launch(name, ...)  the kernel table
+    mem_info()         (available, total) bytes
+    ordinal            CUDA ordinal, -1 for host memory
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from memra_driver import driver, reference
+from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
+from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch
+from memra_driver.kernels import KERNELS, KernelSet
+
+S = TypeVar("S")
+
+
+class KvDev(Protocol[S]):
+    """The seven operations. A slice S has `ptr`, `len`, `dtype`, `nbytes`; `to_numpy` serves digest and health.
+
+    Element units. All work is in one order (a stream); nothing waits. A zero-length slice has ptr
+    0 and never reaches a driver.
+    """
+
+    def zeros(self, n: int) -> S:
+        """n f32, zeroed."""
+
+    def uninit(self, n: int) -> S:
+        """n f32 of any value."""
+
+    def alloc_u8(self, n: int) -> S:
+        """n bytes, zeroed (as in Rust, despite the name)."""
+
+    def htod_i32(self, v: Sequence[int]) -> S:
+        """A new i32 slice with the values of v."""
+
+    def clone_dtod(self, src: S) -> S:
+        """A new slice with a copy of src."""
+
+    def copy_into(self, dst: S, off: int, src: S, n: int) -> None:
+        """src[0 .. n] to dst[off .. off + n]. Raises ArrayError out of range."""
+
+    def set_i32_one(self, d: S, v: int) -> None:
+        """Element 0 of an i32 slice, in place."""
+
+
+class _SliceDev:
+    """The seven operations over a `Memory`, for the two devices of this package."""
+
+    memory: Any
+    arena: bool
+
+    def zeros(self, n: int) -> CudaSlice:
+        return self._cleared(n, np.float32)
+
+    def uninit(self, n: int) -> CudaSlice:
+        return CudaSlice(self.memory, n, np.float32)
+
+    def alloc_u8(self, n: int) -> CudaSlice:
+        return self._cleared(n, np.uint8)
+
+    def alloc_arena(self, n: int) -> CudaSlice:
+        return self._cleared(n, np.uint8)
+
+    def htod_i32(self, v: Sequence[int]) -> CudaSlice:
+        made = CudaSlice(self.memory, len(v), np.int32)
+        return self._filled(made, lambda: made.copy_from(np.array(v, np.int32)))
+
+    def clone_dtod(self, src: CudaSlice) -> CudaSlice:
+        made = CudaSlice(self.memory, src.len, src.dtype)
+        return self._filled(made, lambda: self.copy_into(made, 0, src, src.len))
+
+    def copy_into(self, dst: CudaSlice, off: int, src: CudaSlice, n: int) -> None:
+        if dst.dtype != src.dtype:
+            raise ArrayError(f"copy_into from {src.dtype} to {dst.dtype}")
+        if not (0 <= n <= src.len and 0 <= off <= dst.len - n):
+            raise ArrayError(f"copy_into of {n} elements from a slice of {src.len} to {off} of a slice of {dst.len}")
+        if n:
+            self._copy(dst, dst.ptr + off * dst.dtype.itemsize, src, n * src.dtype.itemsize)
+
+    def set_i32_one(self, d: CudaSlice, v: int) -> None:
+        d.view(0, 1).copy_from(np.array([v], np.int32))
+
+    def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
+        raise NotImplementedError
+
+    def clear_bytes(self, ptr: int, n_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _copy(self, dst: CudaSlice, to: int, src: CudaSlice, n_bytes: int) -> None:
+        self.copy_bytes(to, src.ptr, n_bytes)
+
+    def _cleared(self, n: int, dtype: Any) -> CudaSlice:
+        made = CudaSlice(self.memory, n, dtype)
+        return self._filled(made, lambda: self.clear_bytes(made.ptr, made.nbytes))
+
+    @staticmethod
+    def _filled(made: CudaSlice, fill: Any) -> CudaSlice:
+        """Runs `fill`; a slice that could not be filled is freed."""
+        try:
+            if made.len:
+                fill()
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+
+class CudaDev(_SliceDev):
+    """A GPU through the CUDA driver: the primary context of `device`, one stream, the kernels.
+
+    stream: None makes a non-blocking one; else an int handle, an object with `__cuda_stream__`, a
+    torch or CuPy stream, which stays the caller's. context: a CudaContext to share. arena=False:
+    every plane is an allocation of its own, so that a memory checker sees each overrun.
+    One owner thread at a time. Raises NoDriver (says what to install), UnsupportedDriver, DriverError.
+    """
+
+    def __init__(
+        self, device: int = 0, stream: Any = None, context: CudaContext | None = None, *, arena: bool = True
+    ) -> None:
+        if context is not None and context.device != device:
+            raise ConfigError(f"the context given is of cuda:{context.device}, not of cuda:{device}")
+        self.ordinal = device
+        self.arena = arena
+        self.context = CudaContext(device) if context is None else context
+        self._owns_context = context is None
+        try:
+            self.stream = stream if isinstance(stream, CudaStream) else CudaStream(self.context, stream)
+            self._owns_stream = self.stream is not stream
+            self.kernels = KernelSet(self.context.arch)
+        except BaseException:
+            if self._owns_context:
+                self.context.close()
+            raise
+        self.memory: CudaStream = self.stream
+        self._table: CudaSlice | None = None  # the entries of the last copy_many
+        self._table_entries: list[tuple[int, int, int]] = []
+
+    def __repr__(self) -> str:
+        return f"CudaDev({self.ordinal})"
+
+    def launch(self, name: str, *args: Any) -> None:
+        """Enqueues a kernel of the table; the first use of a source may compile it."""
+        plan = self.kernels.plan(name)
+        self.context.bind()
+        plan.launch(self.stream.handle, args)
+
+    def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
+        """Copies between addresses of this device, in stream order."""
+        self.stream.memcpy_dtod(dst, src, n_bytes)
+
+    def copy_many(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """All (dst, src, bytes) in one launch, in stream order. The table is uploaded when it changed."""
+        entries = list(entries)
+        if not entries:
+            return
+        if entries != self._table_entries:
+            array = np.array(entries, np.uint64).reshape(-1)
+            if self._table is None or self._table.len < array.size:
+                self._table_entries = []
+                old, self._table = self._table, CudaSlice(self.memory, array.size, np.uint64)
+                if old is not None:
+                    old.close()
+            self._table_entries = []  # an upload that fails leaves no claim about what the table holds
+            self._table.view(0, array.size).copy_from(array)
+            self._table_entries = entries
+        self.launch("copy_many", self._table, len(entries), None, 0)
+
+    def clear_bytes(self, ptr: int, n_bytes: int) -> None:
+        """Zeroes bytes of this device, in stream order."""
+        self.stream.memset(ptr, 0, n_bytes)
+
+    def mem_info(self) -> tuple[int, int]:
+        """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
+        free, total = self.context.memory_info()
+        reserved, used = self.context.pool_info()
+        return free + reserved - used, total
+
+    def synchronize(self) -> None:
+        """Waits for the stream."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Ends the work, unloads the kernels, frees what is this device's own; may be called twice.
+
+        Close the caches first: their slices live on this stream.
+        """
+        if self.stream.is_closed:
+            return
+        self.stream.synchronize()
+        if self._table is not None:
+            self._table.close()
+        self.kernels.close()
+        if self._owns_stream:
+            self.stream.close()
+        if self._owns_context:
+            self.context.close()
+
+    def __enter__(self) -> CudaDev:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _copy(self, dst: CudaSlice, to: int, src: CudaSlice, n_bytes: int) -> None:
+        source = src.memory
+        if not isinstance(source, CudaStream):
+            raise DeviceMismatch(f"copy_into cuda:{self.ordinal} from host memory; use copy_from")
+        if source.device == self.ordinal:
+            self.copy_bytes(to, src.ptr, n_bytes)
+            return
+        with CudaEvent(source.context) as done:  # the other device's work on src comes first
+            source.record(done)
+            self.stream.wait(done)
+        self.context.bind()
+        driver.memcpy_peer_async(to, self.context.handle, src.ptr, source.context.handle, n_bytes, self.stream.handle)
+
+
+class HostDev(_SliceDev):
+    """Host memory and the NumPy twin of the kernels; every call has ended when it returns."""
+
+    ordinal = -1
+
+    def __init__(self, *, arena: bool = True) -> None:
+        self.arena = arena
+        self.memory = HostMemory()
+
+    def __repr__(self) -> str:
+        return "HostDev()"
+
+    def launch(self, name: str, *args: Any) -> None:
+        """Runs the twin of a kernel of the table."""
+        values = []
+        for (kind, _), value in zip(KERNELS[name].params, args, strict=True):
+            if kind.endswith("*") and value is not None:
+                value = HostMemory.array(value.ptr, value.len, value.dtype)
+            values.append(value)
+        getattr(reference, name)(*values)
+
+    def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
+        """Copies between host addresses."""
+        ctypes.memmove(dst, src, n_bytes)
+
+    def copy_many(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """All (dst, src, bytes)."""
+        for entry in entries:
+            self.copy_bytes(*entry)
+
+    def clear_bytes(self, ptr: int, n_bytes: int) -> None:
+        """Zeroes bytes."""
+        ctypes.memset(ptr, 0, n_bytes)
+
+    def mem_info(self) -> tuple[int | None, int | None]:
+        """(available, total) bytes by the operating system's word; None where it does not tell."""
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+        except OSError:
+            return None, None
+        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        return sizes.get("MemAvailable"), sizes.get("MemTotal")
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+    def close(self) -> None:
+        """Nothing to give back; slices free themselves."""

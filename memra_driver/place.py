@@ -1,0 +1,204 @@
+"""Where the planes of a cache come from, and how its bytes are moved on the device that owns them.
+
+A device is asked for seven operations (`kvdev.KvDev`) and may offer more: an arena, copies by
+address, kernels. This file is the only one that asks which of them a device has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from memra_driver.errors import DriverError, OutOfMemory, UnsupportedError
+from memra_driver.layout import DTYPE_NAMES
+from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
+
+Key = tuple[str, int | None, int]  # plane, layer, device index
+Action = Callable[[], None]  # one call that a device takes or refuses as a whole
+
+COUNTERS_PER_LAUNCH = 128
+
+
+def has_arena(e: Any) -> bool:
+    """Whether e keeps all planes of a cache in one allocation."""
+    return bool(getattr(e, "arena", False))
+
+
+def has_kernels(e: Any) -> bool:
+    """Whether e runs the kernel table."""
+    return hasattr(e, "launch")
+
+
+def ordinal(e: Any) -> int:
+    """CUDA ordinal of e; -1 for host memory and for devices that have none."""
+    return int(getattr(e, "ordinal", -1))
+
+
+def close_slices(slices: Iterable[Any]) -> None:
+    """Frees what can be freed; slices of a device without close() go with their last reference."""
+    for each in slices:
+        close = getattr(each, "close", None)
+        if close is not None:
+            close()
+
+
+def check_fit(plan: CachePlan, devices: Sequence[Any]) -> None:
+    """Raises OutOfMemory when a device has less available than the plan needs; nothing was allocated."""
+    need: dict[int, int] = {}
+    free: dict[int, tuple[int, int]] = {}
+    for device, e in zip(plan.per_device, devices, strict=True):
+        available = e.mem_info()[0] if hasattr(e, "mem_info") else None
+        if available is None:
+            continue
+        where = ordinal(e)  # two streams of one GPU draw on the same memory
+        need[where] = need.get(where, 0) + (device.arena_bytes if has_arena(e) else device.plane_bytes)
+        free[where] = (available, device.device)
+    for where, (available, _) in free.items():
+        if need[where] > available:
+            name = f"cuda:{where}" if where >= 0 else "host"
+            raise OutOfMemory(
+                f"the cache needs {need[where]} bytes on {name}, which has {available} free;"
+                " lower max_ctx, choose smaller formats, or spread the layers over more devices"
+            )
+
+
+def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[dict[Key, Any], list[Any]]:
+    """Allocates every plane: views into one cleared arena per device, or the seven operations in the Rust order.
+
+    Returns the planes by key and the allocations that own them. An arena also has the plane "counters",
+    which spans its len_d and pos_d. On a failure nothing stays allocated.
+    """
+    planes: dict[Key, Any] = {}
+    owners: list[Any] = []
+    try:
+        for device, e in zip(plan.per_device, devices, strict=True):
+            if has_arena(e):
+                arena = e.alloc_arena(device.arena_bytes)
+                owners.append(arena)
+                mine = [row for row in plan.planes if row.device == device.device]
+                for row in mine:
+                    planes[row.plane, row.layer, row.device] = arena.plane(row.offset, row.len, DTYPE_NAMES[row.dtype])
+                packed = [row for row in mine if row.dtype == "i32"]
+                first = min(row.offset for row in packed)
+                planes["counters", None, device.device] = arena.plane(first, len(packed), DTYPE_NAMES["i32"])
+        for row in plan.planes:
+            e = devices[row.device]
+            if not has_arena(e):
+                plane = _alloc(e, row)
+                owners.append(plane)
+                planes[row.plane, row.layer, row.device] = plane
+    except BaseException:
+        close_slices(owners)
+        raise
+    return planes, owners
+
+
+def _alloc(e: Any, row: PlanRow) -> Any:
+    if row.dtype == "u8":
+        return e.alloc_u8(row.len)
+    if row.dtype == "i32":
+        return e.htod_i32([0] * row.len)
+    if row.group in ("logits", "taps", "tape"):
+        return e.uninit(row.len)
+    return e.zeros(row.len)
+
+
+def copy_actions(e: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Action]:
+    """Copies src into dst for each (dst, src) of equal length, in as few calls as e allows.
+
+    Neighbours in one arena are one range, padding included. Up to two ranges are plain copies,
+    more are one copy_many.
+    """
+    pairs = [pair for pair in pairs if pair[0].len]
+    if not hasattr(e, "copy_bytes"):
+        return [lambda d=dst, s=src: e.copy_into(d, 0, s, s.len) for dst, src in pairs]  # type: ignore[misc]
+    ranges: list[tuple[int, int, int]] = []
+    for dst, src, n_bytes in sorted((dst.ptr, src.ptr, dst.nbytes) for dst, src in pairs):
+        if ranges and has_arena(e):
+            last_dst, last_src, last_bytes = ranges[-1]
+            step = last_bytes + -last_bytes % ALIGN_BYTES
+            if (dst, src) == (last_dst + step, last_src + step):
+                ranges[-1] = (last_dst, last_src, step + n_bytes)
+                continue
+        ranges.append((dst, src, n_bytes))
+    if len(ranges) <= 2:
+        return [lambda r=each: e.copy_bytes(*r) for each in ranges]  # type: ignore[misc]
+    return [lambda: e.copy_many(ranges)]
+
+
+def counter_actions(e: Any, counters: Sequence[Any], packed: Any, values: dict[int, int], health: Any) -> list[Action]:
+    """Stores values[i] into counters[i], in stream order, without reading host memory late.
+
+    packed: one slice over all of them, or None where each is an allocation of its own. Packed ones
+    take one launch for any two distinct values.
+    """
+    if not has_kernels(e):
+        return [lambda i=i, v=v: e.set_i32_one(counters[i], v) for i, v in values.items()]  # type: ignore[misc]
+    if packed is None:
+        return [_set_action(e, counters[i], {0: value}, health) for i, value in values.items()]
+    actions: list[Action] = []
+    for low in range(0, packed.len, COUNTERS_PER_LAUNCH):
+        window = {i - low: v for i, v in values.items() if low <= i < low + COUNTERS_PER_LAUNCH}
+        distinct = sorted(set(window.values()))
+        for pair in zip(distinct[::2], [*distinct[1::2], *distinct[-1:]], strict=False):
+            chosen = {i: v for i, v in window.items() if v in pair}
+            actions.append(_set_action(e, packed.view(low, packed.len), chosen, health))
+    return actions
+
+
+def _set_action(e: Any, target: Any, values: dict[int, int], health: Any) -> Action:
+    """One launch that sets target[i] = values[i]: at most two distinct values, i below COUNTERS_PER_LAUNCH."""
+    a, b = min(values.values()), max(values.values())
+    masks = [sum(1 << i for i, v in values.items() if v == value) for value in (a, b)]
+    words = [_signed(mask >> shift) for mask in masks for shift in (0, 64)]
+    return lambda: e.launch("set_counters", target, a, b, *words, health, 0)
+
+
+def _signed(word: int) -> int:
+    """The low 64 bits as the signed number that a `long long` parameter takes."""
+    word &= 2**64 - 1
+    return word - (word >> 63 << 64)
+
+
+def zero_actions(e: Any, planes: Sequence[Any]) -> list[Action]:
+    """Zeroes planes in place; neighbours in one arena together."""
+    planes = [plane for plane in planes if plane.len]
+    if not hasattr(e, "clear_bytes"):
+        return [lambda p=p: e.copy_into(p, 0, e.zeros(p.len), p.len) for p in planes]  # type: ignore[misc]
+    ranges: list[tuple[int, int]] = []
+    for ptr, n_bytes in sorted((plane.ptr, plane.nbytes) for plane in planes):
+        if ranges and has_arena(e):
+            last, last_bytes = ranges[-1]
+            step = last_bytes + -last_bytes % ALIGN_BYTES
+            if ptr == last + step:
+                ranges[-1] = (last, step + n_bytes)
+                continue
+        ranges.append((ptr, n_bytes))
+    return [lambda r=each: e.clear_bytes(*r) for each in ranges]  # type: ignore[misc]
+
+
+def read_bytes(plane: Any, n_bytes: int) -> bytes:
+    """The first n_bytes of a plane, after the work queued before; needs slices with to_numpy."""
+    if not n_bytes:
+        return b""
+    if not hasattr(plane, "to_numpy"):
+        raise UnsupportedError("this device's slices have no to_numpy, so their bytes cannot be read")
+    if hasattr(plane, "view"):
+        plane = plane.view(0, -(-n_bytes // plane.dtype.itemsize))
+    data: bytes = plane.to_numpy().tobytes()
+    return data[:n_bytes]
+
+
+def run_actions(actions: Iterable[Action], taint: Callable[[], None]) -> None:
+    """Runs the actions in order. A failure after the first leaves a change half made: taint() is called."""
+    done = False
+    try:
+        for action in actions:
+            action()
+            done = True
+    except BaseException as error:
+        if done:
+            taint()
+            if isinstance(error, DriverError):
+                error.add_note("the cache is tainted: reset(), close(), or rollback(accept_len=0) to a valid snapshot")
+        raise

@@ -1,0 +1,371 @@
+"""The one sizing oracle: every buffer of a cache with its bytes and its place, before any exists.
+
+Pure arithmetic. Allocation walks a `CachePlan`; nothing else computes a size.
+
+Order inside one device's arena: K and V planes in layer order; the counters (len_d of each layer,
+then pos_d) and the error record; conv_state of every layer; ssm_state of the trailing MTP layers;
+ssm_state of the trunk; ssm_state_alt of the trunk; ssm_state_alt of the MTP layers; tape; reserved
+logits and taps. A snapshot keeps what lies from the first conv_state to the last ssm_state, so
+it is one contiguous copy while the trunk's buffers have swapped an even number of times, and two
+while the number is odd.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+
+from memra_driver.config import LayerKind, ModelConfig
+from memra_driver.errors import ConfigError
+from memra_driver.formats import BLOCK, BlockFormat, FormatPolicy
+from memra_driver.layout import DTYPE_NAMES, HEALTH_BYTES
+
+ALIGN_BYTES = 256  # what the driver's own allocations have
+TAIL_PAD_BYTES = 8  # an aligned-word reader may look past the last block of a full plane
+MAX_CTX = 2**31 - 1  # positions are i32 on the device
+MAX_D_CONV = 8
+SCAN_STATE_SIZES = (32, 64, 128, 256)
+
+# Section of the arena by plane; MTP layers keep the outer places around the trunk's states.
+_KV, _COUNTER, _HEALTH, _CONV, _SSM_MTP, _SSM, _ALT, _ALT_MTP, _TAPE, _LOGITS, _TAPS = range(11)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What a cache reserves and how it behaves.
+
+    max_rows: rows that one attend takes. round_width: widest Round; 0 plans no tape.
+    reserve_logits: allocate the parked logits at birth. reserve_taps: (layer_ids, rows) of a tap
+    sink to allocate at birth. skip_mtp_state: trailing MTP layers get neither K/V nor state.
+    strict: raise HealthError at the next call that waits once the error record is not empty.
+    """
+
+    max_rows: int = 16
+    round_width: int = 0
+    reserve_logits: bool = False
+    reserve_taps: tuple[tuple[int, ...], int] | None = None
+    skip_mtp_state: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ConfigError(f"CacheOptions.max_rows is {self.max_rows}; it must be at least 1")
+        if self.round_width < 0:
+            raise ConfigError(f"CacheOptions.round_width is {self.round_width}; it must not be negative")
+        if self.reserve_taps is not None:
+            try:
+                layer_ids, rows = self.reserve_taps
+                layer_ids = tuple(layer_ids)
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"CacheOptions.reserve_taps is {self.reserve_taps!r}; it takes (layer_ids, rows)"
+                ) from None
+            if not layer_ids or rows < 1:
+                raise ConfigError(
+                    f"CacheOptions.reserve_taps names {len(layer_ids)} layers and {rows} rows; at least 1 each"
+                )
+            object.__setattr__(self, "reserve_taps", (layer_ids, rows))
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One buffer: `len` elements of `dtype` ("u8", "i32", "f32") at `offset` bytes in its device's arena.
+
+    `group` says which sum it counts in; a row of group "padding" only fills the arena.
+    """
+
+    name: str
+    plane: str
+    layer: int | None
+    device: int
+    dtype: str
+    len: int
+    bytes: int
+    offset: int
+    group: str
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Sums of one device. `snapshot` is the arena's byte range that a snapshot keeps."""
+
+    device: int
+    plane_bytes: int
+    arena_bytes: int
+    snapshot: tuple[int, int]
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot on this device."""
+        return self.snapshot[1] - self.snapshot[0]
+
+
+def check_fence(fence: Sequence[int], cfg: ModelConfig) -> tuple[int, ...]:
+    """The fence as a tuple, or ConfigError: 0, strictly increasing, ending at n_layer or at the trunk's end."""
+    bounds = tuple(fence)
+    ends = f"{cfg.n_layer}" if cfg.n_trunk == cfg.n_layer else f"{cfg.n_layer} or {cfg.n_trunk}"
+    if not all(isinstance(bound, int) for bound in bounds) or len(bounds) < 2:
+        raise ConfigError(f"fence {list(fence)} must be at least two layer numbers")
+    if bounds[0] != 0:
+        raise ConfigError(f"fence {list(bounds)} starts at {bounds[0]}; it must start at 0")
+    if bounds[-1] not in (cfg.n_layer, cfg.n_trunk):
+        raise ConfigError(f"fence {list(bounds)} ends at {bounds[-1]}; it must end at {ends}")
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise ConfigError(f"fence {list(bounds)} must be strictly increasing: every stage owns at least one layer")
+    return bounds
+
+
+class CachePlan:
+    """Every buffer of a cache for `cfg` at `max_ctx` tokens.
+
+    policy None: FormatPolicy.from_env(), read now. fence: stage boundaries [0, c1, .., n_layer];
+    None is one stage. placement: device index of each stage (default: stage s is device s).
+
+    planes: rows in the order of the Rust allocation walk. rows: the same and the padding, in
+    arena order. plane_bytes is the sum of the planes, arena_bytes that of the arenas; both are
+    exactly what is allocated. Raises ConfigError naming the layer or option.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        max_ctx: int,
+        policy: FormatPolicy | None = None,
+        options: CacheOptions | None = None,
+        fence: Sequence[int] | None = None,
+        *,
+        placement: Sequence[int] | None = None,
+    ) -> None:
+        if not isinstance(max_ctx, int) or isinstance(max_ctx, bool):
+            raise ConfigError(f"max_ctx is {max_ctx!r}; it must be an integer number of tokens")
+        if not 0 <= max_ctx <= MAX_CTX:
+            raise ConfigError(f"max_ctx is {max_ctx}; it must lie in 0 .. {MAX_CTX}")
+        self.cfg = cfg
+        self.max_ctx = max_ctx
+        self.policy = FormatPolicy.from_env() if policy is None else policy
+        self.options = CacheOptions() if options is None else options
+        self.fence = check_fence((0, cfg.n_layer) if fence is None else fence, cfg)
+        n_stages = len(self.fence) - 1
+        self.placement = tuple(range(n_stages)) if placement is None else tuple(placement)
+        if len(self.placement) != n_stages:
+            raise ConfigError(f"{len(self.placement)} devices for the {n_stages} stages of fence {list(self.fence)}")
+        self.n_devices = max(self.placement) + 1
+        self._check_geometry()
+        self.planes = tuple(self._walk())
+        self.rows, self.per_device = self._place()
+        offsets = {(row.plane, row.layer, row.device): row for row in self.rows}
+        self.planes = tuple(offsets[row.plane, row.layer, row.device] for row in self.planes)
+
+    # What the layers are.
+
+    def device_of(self, il: int) -> int:
+        """Device index of layer il. Layers past the fence's end belong to the last stage."""
+        return self.placement[min(bisect_right(self.fence, il) - 1, len(self.placement) - 1)]
+
+    def is_mtp(self, il: int) -> bool:
+        """Whether il is one of the trailing MTP layers."""
+        return il >= self.cfg.n_trunk
+
+    def has_kv(self, il: int) -> bool:
+        """Whether layer il gets K/V planes."""
+        return self.cfg.owns_kv(il) and not self._skipped(il)
+
+    def has_state(self, il: int) -> bool:
+        """Whether layer il gets recurrent state."""
+        return self.cfg.layer_kind(il) is LayerKind.LINEAR and not self._skipped(il)
+
+    def formats(self, il: int) -> tuple[BlockFormat, BlockFormat]:
+        """Block formats of K and V of layer il; decided here and nowhere else."""
+        return self.policy.pair(self.cfg.is_gemma, self.cfg.is_windowed(il))
+
+    def kv_dims(self, il: int) -> tuple[int, int]:
+        """Elements per token of K and V of layer il."""
+        head_dim_k, head_dim_v = self.cfg.head_dims(il)
+        return self.cfg.kv_heads(il) * head_dim_k, self.cfg.kv_heads(il) * head_dim_v
+
+    def tok_bytes(self, il: int) -> tuple[int, int]:
+        """Bytes per token of K and V of layer il."""
+        dims, formats = self.kv_dims(il), self.formats(il)
+        return dims[0] // BLOCK * formats[0].block_bytes, dims[1] // BLOCK * formats[1].block_bytes
+
+    def _skipped(self, il: int) -> bool:
+        return self.options.skip_mtp_state and self.is_mtp(il)
+
+    def _check_geometry(self) -> None:
+        cfg, ssm = self.cfg, self.cfg.ssm
+        for il in range(cfg.n_layer):
+            if self.has_kv(il):
+                if cfg.kv_heads(il) < 1:
+                    raise ConfigError(f"layer {il}: n_head_kv is {cfg.kv_heads(il)}; a layer with K/V needs at least 1")
+                for which, dim in zip(("head_dim_k", "head_dim_v"), cfg.head_dims(il), strict=True):
+                    if dim <= 0 or dim % BLOCK:
+                        raise ConfigError(f"layer {il}: {which} is {dim}; it must be a positive multiple of {BLOCK}")
+            elif self.has_state(il):
+                if ssm is None:
+                    raise ConfigError(f"layer {il} is recurrent, but the model has no ssm description")
+                if not 1 <= ssm.conv_kernel <= MAX_D_CONV:
+                    raise ConfigError(f"layer {il}: conv_kernel is {ssm.conv_kernel}; it must lie in 1 .. {MAX_D_CONV}")
+                for field in ("state_size", "time_step_rank", "group_count"):
+                    if getattr(ssm, field) < 1:
+                        raise ConfigError(
+                            f"layer {il}: {field} is {getattr(ssm, field)}; a recurrent layer needs at least 1"
+                        )
+        if self.options.reserve_taps is not None:
+            layer_ids, _ = self.options.reserve_taps
+            for il in layer_ids:
+                if not 0 <= il < cfg.n_layer:
+                    raise ConfigError(f"reserve_taps names layer {il}; layers are 0 .. {cfg.n_layer - 1}")
+            if len({self.device_of(il) for il in layer_ids}) > 1:
+                raise ConfigError(
+                    f"reserve_taps names layers {list(layer_ids)} of several devices; tap layers share one"
+                )
+            if cfg.n_embd < 1:
+                raise ConfigError("reserve_taps needs n_embd, which this model description lacks")
+        if self.options.reserve_logits and cfg.n_vocab < 1:
+            raise ConfigError("reserve_logits needs n_vocab, which this model description lacks")
+
+    # The rows.
+
+    def _walk(self) -> list[PlanRow]:
+        """Every plane in the order of the Rust walk, then what we add per device."""
+        cfg, ssm, planes = self.cfg, self.cfg.ssm, []
+
+        def add(plane: str, il: int | None, device: int, dtype: str, length: int, group: str) -> None:
+            name = plane if il is None else f"layer{il:02}.{plane}"
+            if self.n_devices > 1 and il is None:
+                name = f"device{device}.{plane}"
+            planes.append(
+                PlanRow(name, plane, il, device, dtype, length, length * DTYPE_NAMES[dtype].itemsize, 0, group)
+            )
+
+        for il in range(cfg.n_layer):
+            device = self.device_of(il)
+            if self.has_kv(il):
+                k_tok_bytes, v_tok_bytes = self.tok_bytes(il)
+                add("k", il, device, "u8", self.max_ctx * k_tok_bytes + TAIL_PAD_BYTES, "kv")
+                add("v", il, device, "u8", self.max_ctx * v_tok_bytes + TAIL_PAD_BYTES, "kv")
+                add("len_d", il, device, "i32", 1, "counters")
+            elif self.has_state(il) and ssm is not None:
+                state = ssm.state_size * ssm.state_size * ssm.time_step_rank
+                add("conv_state", il, device, "f32", ssm.conv_dim * ssm.pad, "recurrent")
+                add("ssm_state", il, device, "f32", state, "recurrent")
+                add("ssm_state_alt", il, device, "f32", state, "double_buffer")
+        for device in range(self.n_devices):
+            add("pos_d", None, device, "i32", 1, "counters")
+            add("health", None, device, "u8", HEALTH_BYTES, "counters")
+        width = self.options.round_width
+        if width and ssm is not None:
+            # Per row: x of the convolution, then q, k, v and both gates of the scan.
+            row = ssm.conv_dim + ssm.time_step_rank * (3 * ssm.state_size + 2)
+            for il in filter(self.has_state, range(cfg.n_layer)):
+                add("tape", il, self.device_of(il), "f32", width * row, "tape")
+        if self.options.reserve_logits:
+            add("logits", None, self.placement[-1], "f32", cfg.n_vocab, "logits")
+        if self.options.reserve_taps is not None:
+            layer_ids, rows = self.options.reserve_taps
+            add("taps", None, self.device_of(layer_ids[0]), "f32", rows * len(layer_ids) * cfg.n_embd, "taps")
+        return planes
+
+    def _section(self, row: PlanRow) -> int:
+        mtp = row.layer is not None and self.is_mtp(row.layer)
+        return {
+            "k": _KV, "v": _KV, "len_d": _COUNTER, "pos_d": _COUNTER, "health": _HEALTH, "conv_state": _CONV,
+            "ssm_state": _SSM_MTP if mtp else _SSM, "ssm_state_alt": _ALT_MTP if mtp else _ALT,
+            "tape": _TAPE, "logits": _LOGITS, "taps": _TAPS,
+        }[row.plane]  # fmt: skip
+
+    def _place(self) -> tuple[tuple[PlanRow, ...], tuple[DevicePlan, ...]]:
+        """Offsets and padding rows; the counters of a device are packed, every other plane is aligned."""
+        rows: list[PlanRow] = []
+        devices: list[DevicePlan] = []
+        for device in range(self.n_devices):
+            offset, plane_bytes = 0, 0
+            bounds: dict[int, int] = {}  # section -> where it begins
+            mine = sorted((row for row in self.planes if row.device == device), key=self._section)
+            for row, following in zip(mine, [*mine[1:], None], strict=True):
+                section = self._section(row)
+                bounds.setdefault(section, offset)
+                rows.append(replace(row, offset=offset))
+                offset += row.bytes
+                plane_bytes += row.bytes
+                packed = section == _COUNTER and following is not None and self._section(following) == _COUNTER
+                gap = 0 if packed else -offset % ALIGN_BYTES
+                if gap:
+                    rows.append(PlanRow(f"{row.name}.pad", "pad", row.layer, device, "u8", gap, gap, offset, "padding"))
+                    offset += gap
+            # Where no recurrent layer lives the range is empty.
+            begin = bounds.get(_CONV, offset)
+            end = next((bounds[s] for s in (_ALT, _ALT_MTP) if s in bounds), begin)
+            devices.append(DevicePlan(device, plane_bytes, offset, (begin, end)))
+        return tuple(rows), tuple(devices)
+
+    # Sums.
+
+    @property
+    def plane_bytes(self) -> int:
+        """Sum of the planes over all devices: what the seven operations allocate."""
+        return sum(device.plane_bytes for device in self.per_device)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Sum of the arenas over all devices: what one allocation per device asks of the driver."""
+        return sum(device.arena_bytes for device in self.per_device)
+
+    @property
+    def mtp_bytes(self) -> int:
+        """Bytes of planes that belong to trailing MTP layers, which no trunk pass reads."""
+        return sum(row.bytes for row in self.planes if row.layer is not None and self.is_mtp(row.layer))
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes by purpose; they add up to arena_bytes."""
+        names = ("kv", "tail_pad", "recurrent", "double_buffer", "counters", "tape", "logits", "taps", "padding")
+        sums = dict.fromkeys(names, 0)
+        for row in self.rows:
+            pad = TAIL_PAD_BYTES if row.group == "kv" else 0
+            sums[row.group] += row.bytes - pad
+            sums["tail_pad"] += pad
+        return sums
+
+    @property
+    def first_use(self) -> dict[str, int]:
+        """Bytes that are allocated when first asked for: a snapshot; logits and a tap row unless reserved."""
+        later = {"snapshot": sum(device.snapshot_bytes for device in self.per_device)}
+        if not self.options.reserve_logits:
+            later["logits"] = 4 * self.cfg.n_vocab
+        if self.options.reserve_taps is None:
+            later["tap_row"] = 4 * self.cfg.n_embd
+        return later
+
+    def check_ops(self) -> list[str]:
+        """What no kernel serves in this geometry, one sentence each; empty when every operation can run."""
+        ssm = self.cfg.ssm
+        if ssm is None or not any(self.has_state(il) for il in range(self.cfg.n_layer)):
+            return []
+        if ssm.state_size in SCAN_STATE_SIZES:
+            return []
+        return [f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {list(SCAN_STATE_SIZES)}"]
+
+    def to_json(self) -> str:
+        """The whole plan as a JSON object."""
+        return json.dumps(
+            {
+                "max_ctx": self.max_ctx,
+                "policy": asdict(self.policy),
+                "options": asdict(self.options),
+                "fence": list(self.fence),
+                "placement": list(self.placement),
+                "plane_bytes": self.plane_bytes,
+                "arena_bytes": self.arena_bytes,
+                "mtp_bytes": self.mtp_bytes,
+                "totals": self.totals,
+                "first_use": self.first_use,
+                "per_device": [
+                    asdict(device) | {"snapshot_bytes": device.snapshot_bytes} for device in self.per_device
+                ],
+                "rows": [asdict(row) for row in self.rows],
+            }
+        )
