@@ -1,0 +1,93 @@
+"""Fixtures and options of the test ladder.
+
+Without options the tests run on NumPy and on the stand-in driver (tests/standin.py). With `--gpu`
+the real driver is used instead, and tests of the stand-in are left out: the two libraries of one
+name never share a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gpu_results
+import pytest
+import standin as standin_module
+
+MISUSE = "misuse: misuses the driver or leaks on purpose; the stand-in's errors and live bytes are not checked after it"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", MISUSE)
+    # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
+    os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
+    if config.getoption("--gpu"):
+        config.pluginmanager.register(gpu_results.GpuResults())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu = config.getoption("--gpu")
+
+    def belongs(item: pytest.Item) -> bool:
+        if gpu:
+            return item.get_closest_marker("standin") is None and "standin" not in getattr(item, "fixturenames", ())
+        return item.get_closest_marker("gpu") is None
+
+    left_out = [item for item in items if not belongs(item)]
+    items[:] = [item for item in items if belongs(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
+    """The stand-in driver, fresh. After the test: no misuse, no broken guard, nothing left allocated."""
+    if request.config.getoption("--gpu"):
+        pytest.skip("the stand-in is not loaded with --gpu")
+    reason = standin_module.missing()
+    if reason:
+        pytest.skip(reason)
+    control = standin_module.load()
+    control.reset()
+    yield control
+    control.clear_failures()
+    gc.collect()
+    if request.node.get_closest_marker("misuse"):
+        return
+    errors = control.errors()
+    assert not errors, "\n".join(errors)
+    assert control.live_bytes() == 0, f"{control.live_count()} allocations were never freed"
+
+
+MakeDev = Callable[..., Any]
+
+
+@pytest.fixture
+def make_dev(request: pytest.FixtureRequest) -> Iterator[MakeDev]:
+    """make_dev("host" | "cuda", ordinal=0, **options) -> a device; all are closed after the test."""
+    if not request.config.getoption("--gpu") and standin_module.missing() is None:
+        request.getfixturevalue("standin")
+    made: list[Any] = []
+
+    def make(kind: str, ordinal: int = 0, **options: Any) -> Any:
+        from memra_driver.kvdev import CudaDev, HostDev
+
+        if kind == "cuda" and not request.config.getoption("--gpu"):
+            request.getfixturevalue("standin")  # skips, with the reason, where it cannot be built
+        made.append(HostDev() if kind == "host" else CudaDev(ordinal, **options))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()
+
+
+@pytest.fixture(params=["host", "cuda"])
+def dev(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
+    """One device of each kind in turn."""
+    return make_dev(request.param)

@@ -1,0 +1,206 @@
+// A stand-in libcuda.so.1 for tests on a machine without a GPU: host memory plays device memory, kernels are
+// functions compiled by g++ (tests/cpu_shim). It is stricter than a driver: what a driver leaves undefined or
+// quietly repairs (a copy on another device's stream, overlapping copies) is refused here and noted in fake_errors().
+//
+// Each work item of a stream is a `struct op` that owns all it needs; `fake_enqueue` is the one place that
+// decides when it runs. Today that is at once.
+#pragma once
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef uint64_t CUdeviceptr;
+
+enum {
+    OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201, INVALID_SOURCE = 300, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700, PEER_ALREADY_ENABLED = 704, PEER_NOT_ENABLED = 705, PRIMARY_CONTEXT_ACTIVE = 708,
+    CONTEXT_IS_DESTROYED = 709, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801,
+};
+
+#define MAX_DEVICES 8
+#define MAX_ATTRIBUTE 160
+#define MAX_PARAMS 40
+#define NAME_ROOM 64
+
+// ---------------------------------------------------------------- what Python reads (tests/standin.py mirrors it)
+
+struct fake_record {
+    const char *call;       // the cu name, without a version suffix
+    const char *kernel;     // launches only
+    uint64_t stream;        // the handle as passed; 0 where a call has none
+    uint64_t dst, src;      // addresses or handles; the value of a memset stands in src
+    uint64_t bytes;
+    uint32_t grid[3], block[3], smem;
+    int32_t device;         // the device that the call worked on, -1 where none
+    int32_t code;           // what the call returned
+};
+
+// ---------------------------------------------------------------- objects
+
+enum kind { CONTEXT = 1, STREAM, EVENT, LIBRARY, KERNEL, POOL };
+
+struct object {             // first member of everything that has a handle; never freed, so that a stale handle is known
+    enum kind kind;
+    bool dead;
+    struct object *next;
+};
+
+struct stream {
+    struct object object;
+    struct context *context;
+    unsigned flags;
+    int priority;
+    uint64_t id;
+};
+
+struct context {
+    struct object object;
+    int device;
+    int retained;           // the object is dead at 0
+    int sticky;             // after a kernel fault every call returns this
+    bool peer[MAX_DEVICES]; // may touch memory of that device
+    struct stream default_stream;
+};
+
+struct event {
+    struct object object;
+    struct context *context;
+    unsigned flags;
+    bool recorded;
+    uint64_t nanoseconds;
+};
+
+struct library {
+    struct object object;
+    struct context *context; // modules only; libraries belong to no context
+    void *code;              // dlopen handle of the kernels
+};
+
+struct params {             // exported by the shim for each kernel as memra_cpu_params_<name>
+    int32_t count;
+    int32_t is_pointer[MAX_PARAMS];
+    size_t offset[MAX_PARAMS], size[MAX_PARAMS];
+};
+
+typedef int (*launcher)(const unsigned grid[3], const unsigned block[3], unsigned smem, void **params);
+
+struct kernel {             // plays CUkernel (context null) and CUfunction
+    struct object object;
+    struct context *context;
+    struct library *library;
+    char name[NAME_ROOM];
+    launcher launch;
+    const struct params *params;
+    int max_dynamic_shared;
+};
+
+struct pool {
+    struct object object;
+    int device;
+    uint64_t release_threshold, used_high;
+    bool access[MAX_DEVICES];
+};
+
+struct block {              // one live allocation
+    uint64_t ptr, size;
+    char *raw;
+    struct context *context; // null for host memory
+    bool pooled, host;
+    uint64_t serial;
+};
+
+struct op {                 // one work item of a stream
+    enum { OP_COPY, OP_COPY_IN, OP_COPY_OUT, OP_FILL, OP_LAUNCH, OP_RECORD, OP_WAIT, OP_HOST } kind;
+    uint64_t dst, src, bytes;
+    uint32_t value, width;   // OP_FILL
+    struct kernel *kernel;
+    struct event *event;
+    void (*function)(void *);
+    void *argument;
+    unsigned grid[3], block[3], smem;
+    _Alignas(16) char blob[1024]; // parameter values of a launch
+};
+
+// ---------------------------------------------------------------- state, all behind one lock
+
+struct device {
+    int attribute[MAX_ATTRIBUTE];
+    uint64_t total_memory;
+    struct context *primary;
+    struct pool pool;
+};
+
+extern struct state {
+    bool initialised;
+    int device_count, driver_version;
+    struct device device[MAX_DEVICES];
+    char kernels[4096];      // the shared object that library_load hands out, whatever the image
+    uint64_t serial, reset_serial, next_id;
+    struct block *blocks;    // sorted by address
+    size_t n_blocks, room_blocks;
+} S;
+
+// ---------------------------------------------------------------- inside an entry point
+
+struct call {
+    struct fake_record record;
+    bool traced;
+};
+
+int fake_enter(struct call *call);                   // takes the lock; an injected failure comes back as its code
+void fake_leave(struct call *call);                  // keeps the record, drops the lock
+CUresult fake_misuse(struct call *call, CUresult code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+void fake_note(const char *call, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+// Opens an entry point: lock, initialised?, injected failure. TRACED calls create, destroy, enqueue or wait;
+// QUERY calls change nothing that a test would count.
+#define OPEN(traced_, device_, name, ...)                                                                     \
+    struct call call __attribute__((cleanup(fake_leave))) = {                                                 \
+        .record = {.call = (name), .device = (device_), ##__VA_ARGS__}, .traced = (traced_)};                 \
+    do {                                                                                                      \
+        int code_ = fake_enter(&call);                                                                        \
+        if (code_) return call.record.code = code_;                                                           \
+    } while (0)
+#define TRACED(name, ...) OPEN(true, -1, name, ##__VA_ARGS__)
+#define TRACED_ON(device, name, ...) OPEN(true, device, name, ##__VA_ARGS__)
+#define QUERY(name, ...) OPEN(false, -1, name, ##__VA_ARGS__)
+#define DONE(code_) return call.record.code = (code_)
+#define MISUSE(code_, ...) return fake_misuse(&call, code_, __VA_ARGS__)
+#define TRY(expression)                                                                                       \
+    do {                                                                                                      \
+        int code_ = (expression);                                                                             \
+        if (code_) return call.record.code = code_;                                                           \
+    } while (0)
+
+void object_add(struct object *object, enum kind kind);
+struct object *object_find(const void *handle, enum kind kind); // dead ones too; null when never made
+
+CUresult context_current(struct call *call, struct context **out);            // refuses none, destroyed, faulted
+CUresult context_usable(struct call *call, struct context *context);
+CUresult stream_resolve(struct call *call, void *handle, struct stream **out); // 0, 1, 2 are the context's default
+
+bool block_alloc(struct block *block);               // fills raw and ptr from size; poisoned, guarded
+void block_release(const struct block *block);       // poisons, keeps it in quarantine
+void block_check(const struct block *block, const char *after); // notes broken guards
+void quarantine_check(const char *after);            // notes writes to freed memory
+
+uint64_t memory_live(int device);
+struct block *block_find(uint64_t ptr);              // the live allocation that holds ptr
+struct block *block_touching(uint64_t ptr);          // the same; one past the end counts
+bool block_reachable(const struct block *block, const struct context *from);
+void context_release_memory(struct context *context);
+void check_guards(const char *after);                // of every live block
+
+void *kernel_symbol(struct library *library, const char *name);
+CUresult fake_enqueue(struct call *call, struct stream *stream, struct op *op);

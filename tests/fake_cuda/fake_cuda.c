@@ -1,0 +1,203 @@
+// The control side of the stand-in: the state, the call trace, injected failures, noted misuse, settings.
+#include "fake.h"
+
+struct state S;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+// ---------------------------------------------------------------- trace, failures, errors
+
+static struct fake_record *trace;
+static size_t n_trace, room_trace;
+
+static struct rule {
+    char name[NAME_ROOM];
+    long left;
+    int code;
+} rules[32];
+static int n_rules;
+
+static char *errors;
+static size_t errors_used, errors_room;
+
+static void append_error(const char *call, const char *format, va_list arguments) {
+    char line[1024];
+    int used = snprintf(line, sizeof line, "%s: ", call);
+    int wanted = vsnprintf(line + used, sizeof line - used - 1, format, arguments);
+    size_t n = used + wanted;
+    if (n > sizeof line - 2) n = sizeof line - 2;
+    line[n++] = '\n';
+    if (errors_used + n + 1 > errors_room) {
+        errors_room = 2 * errors_room + n + 4096;
+        errors = realloc(errors, errors_room);
+    }
+    memcpy(errors + errors_used, line, n);
+    errors_used += n;
+}
+
+void fake_note(const char *call, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    append_error(call, format, arguments);
+    va_end(arguments);
+}
+
+CUresult fake_misuse(struct call *call, CUresult code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    append_error(call->record.call, format, arguments);
+    va_end(arguments);
+    return call->record.code = code;
+}
+
+int fake_enter(struct call *call) {
+    pthread_mutex_lock(&lock);
+    if (!S.initialised && strcmp(call->record.call, "cuInit")) return NOT_INITIALIZED;
+    int code = OK;
+    for (int i = 0; i < n_rules; i++) {
+        struct rule *rule = &rules[i];
+        bool counts = !strcmp(rule->name, "*") ? call->traced : !strcmp(rule->name, call->record.call);
+        if (counts && rule->left > 0 && --rule->left == 0 && !code) code = rule->code;
+    }
+    return code;
+}
+
+void fake_leave(struct call *call) {
+    if (call->traced) {
+        if (n_trace == room_trace) {
+            room_trace = 2 * room_trace + 1024;
+            trace = realloc(trace, room_trace * sizeof *trace);
+        }
+        trace[n_trace++] = call->record;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+// ---------------------------------------------------------------- handles
+
+#define BUCKETS 8192
+static struct object *buckets[BUCKETS];
+
+static unsigned bucket_of(const void *handle) { return ((uintptr_t)handle >> 4) * 2654435761u % BUCKETS; }
+
+void object_add(struct object *object, enum kind kind) {
+    unsigned bucket = bucket_of(object);
+    object->kind = kind;
+    object->next = buckets[bucket];
+    buckets[bucket] = object;
+}
+
+struct object *object_find(const void *handle, enum kind kind) {
+    for (struct object *object = buckets[bucket_of(handle)]; object; object = object->next)
+        if (object == handle) return object->kind == kind ? object : NULL;
+    return NULL;
+}
+
+// ---------------------------------------------------------------- settings
+
+static void set_defaults(void) {
+    static const int attributes[][2] = {
+        {1, 1024}, {2, 1024}, {3, 1024}, {4, 64}, {5, 2147483647}, {6, 65535}, {7, 65535}, {8, 49152}, {9, 65536},
+        {10, 32}, {12, 65536}, {13, 1980000}, {16, 132}, {19, 1}, {31, 1}, {36, 3201000}, {37, 6144}, {38, 62914560},
+        {39, 2048}, {40, 3}, {41, 1}, {75, 9}, {76, 0}, {78, 1}, {79, 1}, {80, 1}, {81, 233472}, {82, 65536},
+        {95, 1}, {97, 232448}, {106, 32}, {111, 1024}, {115, 1}, {120, 1},
+    };
+    S.device_count = getenv("FAKE_CUDA_DEVICES") ? atoi(getenv("FAKE_CUDA_DEVICES")) : 2;
+    S.driver_version = 13020;
+    for (int d = 0; d < MAX_DEVICES; d++) {
+        memset(S.device[d].attribute, 0, sizeof S.device[d].attribute);
+        for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
+            S.device[d].attribute[attributes[i][0]] = attributes[i][1];
+        S.device[d].attribute[33] = d + 1; // PCI bus
+        S.device[d].total_memory = 1ull << 30;
+    }
+}
+
+__attribute__((constructor)) static void start(void) {
+    for (int d = 0; d < MAX_DEVICES; d++) {
+        object_add(&S.device[d].pool.object, POOL);
+        S.device[d].pool.device = d;
+        S.device[d].pool.access[d] = true;
+    }
+    set_defaults();
+}
+
+#define LOCKED(...)                  \
+    do {                             \
+        pthread_mutex_lock(&lock);   \
+        __VA_ARGS__                  \
+        pthread_mutex_unlock(&lock); \
+    } while (0)
+
+// Forgets trace, rules and errors; settings go back to their defaults; live counts start anew. Contexts,
+// streams and memory stay: their owners may still be about to close them.
+API void fake_reset(void) {
+    LOCKED(n_trace = 0; n_rules = 0; errors_used = 0; set_defaults(); S.reset_serial = S.serial;);
+}
+
+// The nth call of `name` from now returns `code` and does nothing. "*" counts every traced call.
+// Returns 0 when there is no room for another rule.
+API int fake_set_fail(const char *name, long nth, int code) {
+    int kept = 0;
+    LOCKED(if (n_rules < (int)(sizeof rules / sizeof *rules)) {
+        struct rule *rule = &rules[n_rules++];
+        snprintf(rule->name, sizeof rule->name, "%s", name);
+        rule->left = nth;
+        rule->code = code;
+        kept = 1;
+    });
+    return kept;
+}
+
+// How many rules have not fired yet.
+API int fake_pending_failures(void) {
+    int pending = 0;
+    LOCKED(for (int i = 0; i < n_rules; i++) pending += rules[i].left > 0;);
+    return pending;
+}
+
+API void fake_clear_failures(void) { LOCKED(n_rules = 0;); }
+API void fake_trace_clear(void) { LOCKED(n_trace = 0;); }
+API void fake_errors_clear(void) { LOCKED(errors_used = 0;); }
+
+// Copies up to `room` records, returns how many there are.
+API size_t fake_trace(struct fake_record *out, size_t room) {
+    size_t n;
+    LOCKED(n = n_trace; if (out && n_trace) memcpy(out, trace, (n < room ? n : room) * sizeof *trace););
+    return n;
+}
+
+// Copies up to `room` bytes of text, one line for each misuse; returns how many there are.
+API size_t fake_errors(char *out, size_t room) {
+    size_t n;
+    LOCKED(n = errors_used; if (out && n) memcpy(out, errors, n < room ? n : room););
+    return n;
+}
+
+// Bytes and number of allocations made since fake_reset that are still alive.
+API uint64_t fake_live_bytes(void) {
+    uint64_t bytes = 0;
+    LOCKED(for (size_t i = 0; i < S.n_blocks; i++) if (S.blocks[i].serial > S.reset_serial) bytes += S.blocks[i].size;);
+    return bytes;
+}
+
+API uint64_t fake_live_count(void) {
+    uint64_t count = 0;
+    LOCKED(for (size_t i = 0; i < S.n_blocks; i++) count += S.blocks[i].serial > S.reset_serial;);
+    return count;
+}
+
+// Notes every broken guard and every write to freed memory; returns the number of errors noted in all.
+API uint64_t fake_check_guards(void) {
+    uint64_t lines = 0;
+    LOCKED(check_guards("fake_check_guards"); quarantine_check("fake_check_guards");
+           for (size_t i = 0; i < errors_used; i++) lines += errors[i] == '\n';);
+    return lines;
+}
+
+API void fake_set_total_memory(int device, uint64_t bytes) { LOCKED(S.device[device].total_memory = bytes;); }
+API void fake_set_attribute(int device, int attribute, int value) {
+    LOCKED(S.device[device].attribute[attribute] = value;);
+}
+API void fake_set_device_count(int n) { LOCKED(S.device_count = n;); }
+API void fake_set_driver_version(int version) { LOCKED(S.driver_version = version;); }
+API void fake_set_kernels(const char *path) { LOCKED(snprintf(S.kernels, sizeof S.kernels, "%s", path);); }

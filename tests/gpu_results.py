@@ -1,0 +1,72 @@
+"""Writes tests/gpu/results/<device name>.json after a run with --gpu: what passed where."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+def _commit() -> str | None:
+    """MEMRA_COMMIT, else what git says; None outside a checkout."""
+    if os.environ.get("MEMRA_COMMIT"):
+        return os.environ["MEMRA_COMMIT"]
+    try:
+        run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True)
+    except OSError:
+        return None
+    return run.stdout.strip() or None
+
+
+def _machine() -> dict[str, Any]:
+    from memra_driver import driver, nvrtc
+
+    driver.init()
+    return {
+        "device": driver.device_get_name(driver.device_get(0)),
+        "driver": driver.driver_get_version(),
+        "nvrtc": nvrtc.version(),
+        "commit": _commit(),
+        "kernel_sources": nvrtc.sources_hash(),
+    }
+
+
+class GpuResults:
+    """Counts outcomes as pytest reports them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.counts["failed"] += 1
+            self.failures.append(report.nodeid if report.when == "call" else f"{report.nodeid} ({report.when})")
+        elif report.skipped:
+            self.counts["skipped"] += 1
+        elif report.when == "call":
+            self.counts["passed"] += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not sum(self.counts.values()):
+            return
+        machine = _machine()
+        results = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **machine,
+            **{outcome: self.counts[outcome] for outcome in ("passed", "failed", "skipped")},
+            "failures": self.failures,
+        }
+        folder = TESTS / "gpu" / "results"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", machine["device"])
+        (folder / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
