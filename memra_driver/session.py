@@ -28,6 +28,7 @@ from memra_driver.device import CudaEvent
 from memra_driver.errors import CapacityError, MemraError, UnsupportedError
 from memra_driver.formats import FormatPolicy
 from memra_driver.kvdev import CudaDev
+from memra_driver.plan import CachePlan
 
 F32 = npt.NDArray[np.float32]
 
@@ -159,6 +160,12 @@ class Decoder:
         self.cache.advance(self.e, rows)
         return {position: sha.hexdigest() for position, sha in hashes.items()}
 
+    def close(self) -> None:
+        """Frees its buffers."""
+        weights = [each for layer in self._weights.values() for each in layer.values()]
+        for each in (*self._buffers.values(), *weights):
+            each.close()
+
     def _attention(self, il: int, start: int, rows: int) -> None:
         layer = self.cache.kv[il]
         assert layer is not None
@@ -243,13 +250,17 @@ class Session:
                 f"a prompt of {prompt} and {rounds} rounds of {self.width} rows may need {need} tokens;"
                 f" max_ctx is {max_ctx}"
             )
-        self.e, self.prompt, self.rounds = e, prompt, rounds
-        self.cache = Cache.new(e, cfg, max_ctx, policy=policy)
-        problems = self.cache.plan.check_ops()
+        plan = CachePlan(cfg, max_ctx, policy)
+        problems = plan.check_ops()
         if problems:
-            self.cache.close()
             raise UnsupportedError("; ".join(problems))
-        self.twin = Cache.new(e, cfg, max_ctx, policy=policy)
+        self.e, self.prompt, self.rounds = e, prompt, rounds
+        self.cache = Cache(plan, (e,))
+        try:
+            self.twin = Cache(plan, (e,))
+        except BaseException:
+            self.cache.close()
+            raise
         self.times = OpTimes(e)
         self.inputs = Inputs(cfg, seed)
         self.speculating = Decoder(e, self.cache, self.inputs, self.times)
@@ -271,9 +282,9 @@ class Session:
         snap.close()
 
     def close(self) -> None:
-        """Frees both caches."""
-        self.cache.close()
-        self.twin.close()
+        """Frees both caches and all scratch."""
+        for each in (self.speculating, self.plain, self.cache, self.twin):
+            each.close()
 
     def _prime(self) -> Round:
         hashes = self.speculating.step(self.prompt) if self.prompt else {}

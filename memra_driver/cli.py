@@ -1,0 +1,239 @@
+"""The `memra-driver` command: info, plan, run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from memra_driver.errors import ConfigError, MemraError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as missing:
+    raise ImportError(f"the command line needs {missing.name}: pip install 'memra-driver[cli]'") from None
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memra_driver.config import ModelConfig
+    from memra_driver.plan import CachePlan
+    from memra_driver.session import Round, Session
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+out = Console()
+
+MODEL_HELP = "A preset, a GGUF file, an HF config.json or its folder."
+DEFAULT_MODEL = "qwen3.5-9b"
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@app.callback()
+def _about() -> None:
+    """The per-sequence cache of hybrid language models on the CUDA driver API."""
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """Driver, GPUs, compiler, where the kernels come from, what is missing and how to get it."""
+    from memra_driver.inventory import inventory
+
+    found = inventory()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in found.items():
+        if key != "missing":
+            lines = value if isinstance(value, list) else [value]
+            table.add_row(key.replace("_", " "), "\n".join(map(str, lines)) or "none")
+    out.print(table)
+    for line in found["missing"]:
+        out.print(f"[yellow]missing[/] {line}", highlight=False)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    ctx: Annotated[int, typer.Option(help="Capacity in tokens.")],
+    as_json: Json = False,
+    png: Annotated[Path | None, typer.Option(help="Also draw what fills the memory as the context grows.")] = None,
+    skip_mtp_state: Annotated[bool, typer.Option(help="Plan no state for trailing MTP layers.")] = False,
+    round_width: Annotated[int, typer.Option(help="Widest round to plan a tape for.")] = 0,
+) -> None:
+    """Every byte of a cache before it exists, per plane and device. Formats follow MEMRA_KV_K and its kin."""
+    from memra_driver.chart import plan_png
+    from memra_driver.plan import CacheOptions, CachePlan
+
+    cfg = _model(model)
+    priced = CachePlan(cfg, ctx, options=CacheOptions(skip_mtp_state=skip_mtp_state, round_width=round_width))
+    if png is not None:
+        plan_png(png, model, cfg, ctx, priced.policy, priced.options)
+    if as_json:
+        print(priced.to_json())
+        return
+    _print_plan(model, priced)
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    ctx: Annotated[int, typer.Option(help="Capacity in tokens.")] = 1024,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of the prompt.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Speculative rounds.")] = 8,
+    draft: Annotated[int, typer.Option(min=0, help="Drafted tokens a round; draft + 1 rows are verified.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the inputs and the accept counts.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cuda:N or host.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """A speculative session over the cache of MODEL, each round checked bit for bit against plain decoding."""
+    from memra_driver.session import Session, copy_bandwidth
+
+    cfg = _model(model)
+    with _device(device) as e:
+        session = Session(e, cfg, ctx, prompt=prompt, rounds=rounds, draft=draft, seed=seed)
+        try:
+            done = _watch(session, f"{model} on {e!r}", quiet=as_json)
+            bandwidth = copy_bandwidth(e)
+            operations = session.times.table(bandwidth)
+            cache_bytes = session.cache.report()["cache_bytes"]
+        finally:
+            session.close()
+        where = _device_name(e)
+    identical = sum(1 for each in done if each.number and not each.fault)
+    fault = next((each for each in done if each.fault), None)
+    if as_json:
+        summary = {
+            "model": model, "device": where, "max_ctx": ctx, "cache_bytes": cache_bytes, "rounds": rounds,
+            "identical": identical, "fault": f"round {fault.number}: {fault.fault}" if fault else None,
+            "copy_bytes_per_second": bandwidth, "operations": operations,
+            "history": [{"round": r.number, "accepted": r.accepted, "pos": r.pos, "digest": r.digest} for r in done],
+        }  # fmt: skip
+        print(json.dumps(summary, indent=2))
+    else:
+        _print_operations(operations, bandwidth)
+        out.print(f"{model}, {ctx} tokens, {cache_bytes / 2**20:,.1f} MiB a cache, {where}", highlight=False)
+        if fault is not None:
+            out.print(f"[red]round {fault.number} differs: {fault.fault}[/]", highlight=False)
+        out.print(f"[bold]{identical}/{rounds} rounds bit-identical[/]", highlight=False)
+    if fault is not None:
+        raise typer.Exit(1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status: 0; 1 a round differed; 2 it could not be done."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="memra-driver")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+    except MemraError as error:
+        print(f"memra-driver: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _model(name: str) -> ModelConfig:
+    from memra_driver.config import ModelConfig
+
+    return ModelConfig.load(name)
+
+
+@contextmanager
+def _device(name: str) -> Iterator[Any]:
+    """The device that --device names; auto is the first GPU that can be used, else the host."""
+    from memra_driver.inventory import usable_gpu
+    from memra_driver.kvdev import CudaDev, HostDev
+
+    kind, _, number = name.partition(":")
+    if name == "auto":
+        trouble = usable_gpu()
+        if trouble:
+            print(f"memra-driver: on the host: {trouble}", file=sys.stderr)
+        e: Any = HostDev() if trouble else CudaDev()
+    elif name == "host":
+        e = HostDev()
+    elif kind == "cuda" and (number.isdecimal() or name == "cuda"):
+        e = CudaDev(int(number or 0))
+    else:
+        raise ConfigError(f"--device {name}: it takes auto, cuda:N or host")
+    try:
+        yield e
+    finally:
+        e.close()
+
+
+def _device_name(e: Any) -> str:
+    from memra_driver.kvdev import CudaDev
+
+    return f"cuda:{e.ordinal} ({e.context.name()})" if isinstance(e, CudaDev) else "host"
+
+
+def _watch(session: Session, title: str, *, quiet: bool) -> list[Round]:
+    """Runs the session under a progress bar, which only a terminal shows."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
+    done = []
+    with progress:
+        task = progress.add_task(title, total=session.rounds + 1)
+        for each in session.run():
+            done.append(each)
+            progress.advance(task)
+    return done
+
+
+def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> None:
+    table = Table(
+        caption=f"copy bandwidth of this run: {bandwidth / 1e9:,.1f} GB/s, read + write", caption_justify="left"
+    )
+    table.add_column("operation")
+    for name in ("count", "median us", "bytes", "GB/s", "of a copy"):
+        table.add_column(name, justify="right")
+    for row in operations:
+        table.add_row(
+            row["operation"],
+            str(row["count"]),
+            f"{row['median_seconds'] * 1e6:,.1f}",
+            f"{row['median_bytes']:,}",
+            f"{row['copy_share'] * bandwidth / 1e9:,.1f}" if row["median_bytes"] else "-",
+            f"{row['copy_share']:.1%}" if row["median_bytes"] else "-",
+        )
+    out.print(table)
+
+
+def _print_plan(model: str, priced: CachePlan) -> None:
+    table = Table(title=f"{model} at {priced.max_ctx:,} tokens", title_justify="left")
+    for name in ("device", "plane"):
+        table.add_column(name)
+    for name in ("count", "bytes each", "bytes", "share"):
+        table.add_column(name, justify="right")
+    planes: dict[tuple[int, str], list[int]] = {}
+    for row in sorted(priced.rows, key=lambda row: (row.device, row.plane == "pad")):
+        planes.setdefault((row.device, row.plane), []).append(row.bytes)
+    for (device, plane), sizes in planes.items():
+        each = f"{min(sizes):,}" if min(sizes) == max(sizes) else f"{min(sizes):,} .. {max(sizes):,}"
+        share = sum(sizes) / priced.arena_bytes
+        table.add_row(str(device), plane, str(len(sizes)), each, f"{sum(sizes):,}", f"{share:.2%}")
+    out.print(table)
+    sums = Table(show_header=False, box=None, pad_edge=False)
+    sums.add_column()
+    sums.add_column(justify="right")
+    for name, size in priced.totals.items():
+        if size:
+            sums.add_row(name.replace("_", " "), f"{size:,}")
+    sums.add_row("[bold]allocated[/]", f"[bold]{priced.arena_bytes:,}[/]")
+    if priced.mtp_bytes:
+        sums.add_row("of it for MTP layers, which no trunk pass reads", f"{priced.mtp_bytes:,}")
+    for name, size in priced.first_use.items():
+        sums.add_row(f"later, when first used: {name.replace('_', ' ')}", f"{size:,}")
+    out.print(sums)
+    for problem in priced.check_ops():
+        out.print(f"[yellow]{problem}[/]", highlight=False)

@@ -1,0 +1,183 @@
+"""The command line, and that its main job can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from memra_driver import cli, kvdev, session
+from memra_driver.cache import Cache
+
+SMALL = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return str(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    status = cli.main(argv)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_run_ends_with_every_round_bit_identical(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "run", model, "--device", "host", "--rounds", "12", "--ctx", "128")
+    assert status == 0
+    assert text.splitlines()[-1] == "12/12 rounds bit-identical"
+    for name in ("append_kv", "conv_update", "gdn_prep", "gdn_scan", "snapshot_into", "rollback"):
+        assert name in text
+
+
+def test_run_as_json_says_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "run", model, "--device", "host", "--json", "--rounds", "12", "--ctx", "128")
+    summary = json.loads(text)
+    assert status == 0
+    assert (summary["identical"], summary["rounds"], summary["fault"]) == (12, 12, None)
+    assert {each["accepted"] for each in summary["history"][1:]} >= {0, 5}, "the ends of the range are among the rounds"
+    counts = {each["operation"]: each["count"] for each in summary["operations"]}
+    assert counts["snapshot_into"] == counts["rollback"] == 12
+
+
+def test_the_same_seed_gives_the_same_digests(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("run", model, "--device", "host", "--json", "--rounds", "3", "--seed")
+    first, again, other = (json.loads(run(capsys, *argv, seed)[1])["history"] for seed in ("7", "7", "8"))
+    assert first == again
+    assert first[0]["digest"] != other[0]["digest"]
+
+
+def leave_out_the_replay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(session.Session, "replay", lambda self, accepted: {})
+
+
+def leave_out_one_row(patch: pytest.MonkeyPatch) -> None:
+    launch = kvdev.HostDev.launch
+
+    def short(self: Any, name: str, *args: Any) -> None:
+        if name == "append_kv" and args[7] > 1:
+            args = (*args[:7], args[7] - 1, *args[8:])
+        launch(self, name, *args)
+
+    patch.setattr(kvdev.HostDev, "launch", short)
+
+
+def leave_out_the_restore_of(plane: str) -> Any:
+    def break_it(patch: pytest.MonkeyPatch) -> None:
+        rollback = Cache.rollback
+
+        def forgetful(self: Cache, e: Any, snap: Any, accept_len: int) -> None:
+            kept = [None if layer is None else getattr(layer, plane).to_numpy() for layer in self.recur]
+            rollback(self, e, snap, accept_len)
+            for layer, bytes_ in zip(self.recur, kept, strict=True):
+                if layer is not None:
+                    getattr(layer, plane).copy_from(bytes_)
+
+        patch.setattr(Cache, "rollback", forgetful)
+
+    return break_it
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        leave_out_the_replay,
+        leave_out_one_row,
+        leave_out_the_restore_of("conv_state"),
+        leave_out_the_restore_of("ssm_state"),
+    ],
+    ids=["replay", "row", "ring", "state"],
+)
+def test_run_fails_when_something_is_left_out(
+    sabotage: Any, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    status, text, _ = run(capsys, "run", model, "--device", "host", "--rounds", "12", "--ctx", "128")
+    assert status == 1
+    assert "differ" in text
+    assert "12/12" not in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("run", "--ctx", "10", "--device", "host"), "max_ctx is 10"),
+        (("run", "--device", "tpu"), "it takes auto, cuda:N or host"),
+        (("plan", "qwen3.5-9x", "--ctx", "8"), "qwen3.5-9b"),
+        (("plan", "qwen3.5-9b", "--ctx", "-1"), "max_ctx is -1"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    argv: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, errors = run(capsys, *argv)
+    assert status == 2
+    assert says in errors.strip().splitlines()[-1]
+    assert "Traceback" not in errors
+
+
+def test_plan_prints_the_oracle(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "plan", "qwen3.5-9b", "--ctx", "8192", "--json")
+    plan = json.loads(text)
+    assert status == 0
+    assert plan["totals"]["kv"] == 8 * 8192 * 1856
+    assert plan["first_use"]["snapshot"] == 25 * 2195456
+    assert run(capsys, "plan", "qwen3.5-9b", "--ctx", "8192")[1].count("ssm_state") == 2
+
+
+def test_plan_draws_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    assert run(capsys, "plan", "gemma4-e4b", "--ctx", "4096", "--png", str(picture))[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    status, _, errors = run(capsys, "plan", "gemma4-e4b", "--ctx", "4096", "--png", str(tmp_path / "no" / "x.png"))
+    assert status == 2
+    assert "x.png" in errors
+
+
+def test_info_never_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "info", "--json")
+    found = json.loads(text)
+    assert status == 0
+    assert found["kernel_sources"]
+    assert isinstance(found["missing"], list)
+    assert run(capsys, "info")[0] == 0
+
+
+def test_info_says_when_gpu_results_speak_of_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memra_driver import inventory, nvrtc
+
+    results = tmp_path / "tests" / "gpu" / "results"
+    results.mkdir(parents=True)
+    record = {"device": "NVIDIA X", "date": "2026-01-01", "passed": 9, "failed": 0}
+    for name, of in (("same", nvrtc.sources_hash()), ("other", "0" * 64)):
+        (results / f"{name}.json").write_text(json.dumps(record | {"kernel_sources": of}))
+    (results / "torn.json").write_text("{")
+    monkeypatch.setattr(nvrtc, "source_dir", lambda: tmp_path / "cuda_src")
+    monkeypatch.setattr(nvrtc, "sources_hash", lambda *_: record_hash)
+    record_hash = json.loads((results / "same.json").read_text())["kernel_sources"]
+    other, same, torn = inventory._evidence()
+    assert "OTHER kernel sources" in other
+    assert same.endswith("9 passed, 0 failed")
+    assert "unreadable" in torn
