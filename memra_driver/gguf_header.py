@@ -17,6 +17,7 @@ from memra_driver.errors import ConfigError
 MAX_HEADER_BYTES = 128 << 20  # real headers have 5 to 20 MiB, nearly all of it the tokenizer
 MAX_ENTRIES = 1 << 17  # keys, and tensors
 MAX_ARRAY = 1 << 20  # elements of an array that is read; one that is skipped may be longer
+MAX_STRINGS = 1 << 22  # of an array that is skipped: they have to be passed one by one
 MAX_TEXT = 65_535  # bytes of a key, or of a string that is read
 MAX_DIMS = 8  # of a tensor
 _WINDOW = 1 << 16  # bytes that the file is read by
@@ -170,7 +171,7 @@ class GgufHeader:
             size = self._layouts[element].size
             self._skip(self._count("elements", size) * size)
         elif element == self._kinds.STRING:
-            self._skip_strings(self._count("strings", 8))
+            self._skip_strings(self._count("strings", 8, MAX_STRINGS))
         else:
             self.fail(self._reading, "an array of arrays, which no key of a model has")
 
