@@ -86,7 +86,7 @@ def _to_codes(scaled: F32) -> NDArray[np.int8]:
 
 def _nibbles(codes: U8) -> U8:
     """Byte i: the low 4 bits of element i, and above them the low 4 bits of element i + 16."""
-    return (codes[:, :16] & 15) | (codes[:, 16:] << 4)
+    return (codes[:, :16] & np.uint8(15)) | (codes[:, 16:] << np.uint8(4))
 
 
 def _encode_q8_0(x: F32, out: U8) -> None:

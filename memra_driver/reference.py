@@ -69,9 +69,8 @@ def _append_faults(health: U8 | None, layer: int, slot: int, fmt: BlockFormat, x
     _nonfinite(health, layer, slot, x)
     blocks = x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     if fmt.name == "fp8":
-        beyond = (np.abs(blocks) > np.float32(FP8_MAX_IN)) & (np.abs(blocks) < np.inf)
-        if beyond.any():
-            _report_groups(health, Fault.FP8_SATURATED, layer, slot, beyond.any(axis=2))
+        beyond: Mask = np.logical_or.reduce((np.abs(blocks) > FP8_MAX_IN) & np.isfinite(blocks), axis=2)
+        _report_groups(health, Fault.FP8_SATURATED, layer, slot, beyond)
         return
     n_half = 2 if fmt.name == "q5_1" else 1  # f16 d, and m
     halves = stored.reshape(*blocks.shape[:2], fmt.block_bytes)[:, :, : 2 * n_half].copy().view(np.uint16)
