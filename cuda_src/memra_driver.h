@@ -10,21 +10,18 @@
 
 #include "memra_formats.h"
 
+/* NVRTC has no <stddef.h>, and before 13.3 no __builtin_offsetof. */
 #if defined(__CUDACC_RTC__)
-#define MEMRA_OFFSETOF(type, field) __builtin_offsetof(type, field)
+#define MEMRA_OFFSETOF(type, field) __INTADDR__(&((type *)0)->field)
 #else
 #include <stddef.h>
 #define MEMRA_OFFSETOF(type, field) offsetof(type, field)
 #endif
+#define MEMRA_FIELD(type, field, n) MEMRA_ASSERT(MEMRA_OFFSETOF(type, field) == (n), #type "." #field " moved")
 
 #ifdef __cplusplus
-#define MEMRA_ASSERT(condition, text) static_assert(condition, text)
 extern "C" {
-#else
-#define MEMRA_ASSERT(condition, text) _Static_assert(condition, text)
 #endif
-#define MEMRA_SIZE(type, n) MEMRA_ASSERT(sizeof(type) == (n), #type " has another size")
-#define MEMRA_FIELD(type, field, n) MEMRA_ASSERT(MEMRA_OFFSETOF(type, field) == (n), #type "." #field " moved")
 
 #define MEMRA_ABI_VERSION 1
 
