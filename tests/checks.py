@@ -16,12 +16,30 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def same_floats(a: Array, b: Array) -> bool:
-    """Bit for bit, but one NaN is as good as another."""
-    return bool(((a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all())
+    """Bit for bit, but one NaN is as good as another (its sign differs between devices). f32, or bf16 as uint16."""
+    bits, magnitude, infinity = (
+        (np.uint32, 0x7FFFFFFF, 0x7F800000) if a.dtype == np.float32 else (np.uint16, 0x7FFF, 0x7F80)
+    )
+    a, b = a.view(bits), b.view(bits)
+    return bool(((a == b) | ((a & magnitude > infinity) & (b & magnitude > infinity))).all())
 
 
 def close(got: Array, expected: Array, tolerance: float = 1e-5) -> bool:
-    return bool(np.abs(got.astype(np.float64) - expected).max() <= tolerance * np.abs(expected).max())
+    """NaN where NaN is expected, the same infinities, the rest within `tolerance` of the largest magnitude."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(got[~finite], expected[~finite], equal_nan=True):
+        return False
+    x, y = got[finite].astype(np.float64), expected[finite].astype(np.float64)
+    return bool(np.abs(x - y).max(initial=0) <= tolerance * np.abs(y).max(initial=0))
+
+
+def worst(got: Array, expected: Array) -> str:
+    """Where the two differ most, for a failing test."""
+    with np.errstate(all="ignore"):
+        apart = np.abs(got - expected)
+    at = int(np.argmax(np.where(np.isfinite(apart), apart, (np.isnan(got) != np.isnan(expected)) * np.inf)))
+    largest = np.abs(expected[np.isfinite(expected)]).max(initial=0)
+    return f"element {at} of {got.size} is {got[at]!r}, not {expected[at]!r}; largest magnitude {largest!r}"
 
 
 def record() -> Array:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gpu_results
+import numpy as np
 import pytest
 import standin as standin_module
 
@@ -79,7 +81,7 @@ def make_dev(request: pytest.FixtureRequest) -> Iterator[MakeDev]:
 
         if kind == "cuda" and not request.config.getoption("--gpu"):
             request.getfixturevalue("standin")  # skips, with the reason, where it cannot be built
-        made.append(HostDev() if kind == "host" else CudaDev(ordinal, **options))
+        made.append(HostDev(**options) if kind == "host" else CudaDev(ordinal, **options))
         return made[-1]
 
     yield make
@@ -91,3 +93,22 @@ def make_dev(request: pytest.FixtureRequest) -> Iterator[MakeDev]:
 def dev(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
     """One device of each kind in turn."""
     return make_dev(request.param)
+
+
+@pytest.fixture
+def cuda(make_dev: MakeDev) -> Any:
+    """A CudaDev: on the stand-in, or with --gpu on the GPU."""
+    return make_dev("cuda")
+
+
+@pytest.fixture
+def host(make_dev: MakeDev) -> Any:
+    return make_dev("host")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fresh random numbers; MEMRA_TEST_SEED repeats those of a run that failed."""
+    seed = int(os.environ.get("MEMRA_TEST_SEED") or secrets.randbits(32))
+    print(f"MEMRA_TEST_SEED={seed}")
+    return np.random.default_rng(seed)

@@ -113,6 +113,21 @@ def build_kernels(sources: Sequence[Path] | None = None, sanitized: bool = SANIT
         return _built("kernels.so", ("g++", "-shared", *(_SANITIZERS if sanitized else ())), list(objects), [])
 
 
+def sanitized_environment() -> dict[str, str] | None:
+    """The environment in which a child process runs on the sanitized build; None where gcc has no libasan."""
+    run = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    library = Path(run.stdout.strip())
+    if not library.is_absolute():
+        return None
+    return {
+        **os.environ,
+        "MEMRA_CPU_SANITIZE": "1",
+        "LD_PRELOAD": str(library),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much until its end
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
+    }
+
+
 # ---------------------------------------------------------------- what the stand-in reports
 
 

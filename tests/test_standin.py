@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -557,10 +555,6 @@ print("after", flush=True)
 """
 
 
-def libasan() -> str:
-    return subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-
-
 @pytest.mark.parametrize(
     ("kernel", "args", "threads", "text"),
     [
@@ -576,15 +570,9 @@ def libasan() -> str:
 def test_the_sanitized_build_stops_at_an_access_that_a_gpu_would_let_pass(
     standin: StandIn, kernel: str, args: str, threads: int, text: str | None
 ) -> None:
-    if not Path(libasan()).is_absolute():
+    environment = standin_module.sanitized_environment()
+    if environment is None:
         pytest.skip("gcc has no libasan here")
-    environment = {
-        **os.environ,
-        "MEMRA_CPU_SANITIZE": "1",
-        "LD_PRELOAD": libasan(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONPATH": str(standin_module.TESTS),
-    }
     run = subprocess.run(
         [sys.executable, "-c", CHILD, kernel, args, str(threads)], env=environment, capture_output=True, text=True
     )

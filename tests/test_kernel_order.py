@@ -1,0 +1,64 @@
+"""Laws of every kernel of the table: the order in which threads run does not show, nor does repetition."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_args import append_args, cache_bytes, conv_args, dequant_args, prep_args, rebuild_args, scan_args, spread
+from kernel_runs import run
+from standin import StandIn
+
+from memra_driver.kernels import KERNELS
+
+FORMATS = ("q8_0", "q5_1")
+
+
+def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
+    """One launch of each kernel, several blocks wide, with bad inputs so that the error record is written to."""
+    x = spread(rng, 20 * 96)
+    x[rng.integers(0, x.size, 9)] = np.nan
+    conv = conv_args(rng, 35, 300, 4)
+    conv["x"][rng.integers(0, conv["x"].size, 9)] = np.inf
+    prep = prep_args(rng, 5, 2, 6, 64)
+    prep["conv_out"][rng.integers(0, prep["conv_out"].size, 9)] = np.nan
+    scan = scan_args(rng, 3, 4, 64)
+    return {
+        "append_kv": append_args(FORMATS, (96, 96), x, x.copy(), 3, 30),
+        "dequant_kv": dequant_args(FORMATS, (96, 96), cache_bytes(rng, FORMATS, (96, 96), 30), 3, 20, 30, 0),
+        "conv_update": conv,
+        "conv_ring_rebuild": rebuild_args(conv, 2, conv_state=conv["conv_state"]),
+        "gdn_prep": prep,
+        "gdn_scan": scan | {"state_out": scan["state_in"]},
+        "set_counters": {
+            "counters": np.zeros(128, np.int32), "a": 1, "b": 2, "a_lo": 0x0F0F, "a_hi": -1, "b_lo": 0x00FF, "b_hi": 0,
+            "health": None, "layer": 0,
+        },
+    }  # fmt: skip
+
+
+KERNELS_WITH_ARRAYS = sorted(KERNELS.keys() - {"copy_many"})  # whose table holds addresses
+
+
+def bytes_of(after: SimpleNamespace) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in vars(after).items()}
+
+
+@pytest.mark.parametrize("name", KERNELS_WITH_ARRAYS)
+def test_threads_and_blocks_may_run_in_any_order(
+    standin: StandIn, cuda: Any, rng: np.random.Generator, name: str
+) -> None:
+    args = arguments(rng)[name]
+    forward = bytes_of(run(cuda, name, **args))
+    standin.schedule("backward")
+    assert bytes_of(run(cuda, name, **args)) == forward
+
+
+@pytest.mark.parametrize("name", KERNELS_WITH_ARRAYS)
+def test_a_launch_repeated_gives_the_same_bytes(cuda: Any, rng: np.random.Generator, name: str) -> None:
+    args = arguments(rng)[name]
+    first = bytes_of(run(cuda, name, **args))
+    for _ in range(3):
+        assert bytes_of(run(cuda, name, **args)) == first
