@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from .device import CudaContext, CudaEvent, CudaSlice, CudaStream, CudaView
     from .formats import FormatPolicy
     from .kvdev import CudaDev, HostDev, KvDev
-    from .layers import CacheSnapshot, DflashTapSink, KvLayer, RecurLayer
+    from .layers import DflashTapSink, KvLayer, RecurLayer
     from .plan import CacheOptions, CachePlan
     from .pp import pp_cuts, stage_of
+    from .snapshot import CacheSnapshot
 
 __version__ = "0.1.0"
 
@@ -97,10 +98,11 @@ _HOME = {
     "device": ("CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView"),
     "formats": ("FormatPolicy",),
     "kvdev": ("CudaDev", "HostDev", "KvDev"),
-    "layers": ("CacheSnapshot", "DflashTapSink", "KvLayer", "RecurLayer"),
+    "layers": ("DflashTapSink", "KvLayer", "RecurLayer"),
     "ops": ("ops",),
     "plan": ("CacheOptions", "CachePlan"),
     "pp": ("pp_cuts", "stage_of"),
+    "snapshot": ("CacheSnapshot",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

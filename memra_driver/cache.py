@@ -24,8 +24,7 @@ import ctypes
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from memra_driver import layout
@@ -34,15 +33,14 @@ from memra_driver.digest import digest_of
 from memra_driver.errors import (
     CapacityError,
     ConfigError,
-    DeviceMismatch,
     HealthError,
     SnapshotError,
     StateError,
 )
 from memra_driver.formats import FormatPolicy
 from memra_driver.health import Health
-from memra_driver.layers import CacheSnapshot, DflashTapSink, KvLayer, RecurLayer, scalar
-from memra_driver.layout import CacheState, StepOp
+from memra_driver.layers import DflashTapSink, KvLayer, RecurLayer
+from memra_driver.layout import CacheState
 from memra_driver.place import (
     Action,
     check_fit,
@@ -57,13 +55,15 @@ from memra_driver.place import (
     zero_actions,
 )
 from memra_driver.plan import CacheOptions, CachePlan
+from memra_driver.rules import CacheRules
+from memra_driver.snapshot import CacheSnapshot
 
 __all__ = ["Cache", "CacheSnapshot", "CacheState", "DflashTapSink", "KvLayer", "RecurLayer"]
 
 _ids = itertools.count(1)
 
 
-class Cache:
+class Cache(CacheRules):
     """The state of one sequence. Build one with `new`, `new_pp2` or `new_ppn`.
 
     kv[il] is a KvLayer or None, recur[il] a RecurLayer or None; both lists have n_layer entries.
@@ -81,9 +81,10 @@ class Cache:
         self._kv_c = (layout.KvLayerC * n_layer)()
         self._recur_c = (layout.RecurLayerC * n_layer)()
         self._devices_c = (layout.CacheDeviceC * len(self.devices))()
-        self.kv: list[KvLayer | None] = [self._new_kv(il) if plan.has_kv(il) else None for il in range(n_layer)]
-        self.recur: list[RecurLayer | None] = [
-            self._new_recur(il) if plan.has_state(il) else None for il in range(n_layer)
+        where = [(plan, il, self.devices[plan.device_of(il)], self._planes) for il in range(n_layer)]
+        self.kv = [KvLayer(c, *at) if plan.has_kv(at[1]) else None for c, at in zip(self._kv_c, where, strict=True)]
+        self.recur = [
+            RecurLayer(c, *at) if plan.has_state(at[1]) else None for c, at in zip(self._recur_c, where, strict=True)
         ]
         # Per device: len_d of its layers in layer order, then pos_d: the packed counters of the arena.
         self._counter_layers = [
@@ -103,21 +104,9 @@ class Cache:
             n_devices=len(self.devices),
             id=next(_ids),
         )
-        self.cfg: ModelConfig = cfg
+        self.cfg = cfg
         self.last_logits_dev: Any = None
         self.dflash_taps: DflashTapSink | None = None
-
-    pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
-    max_ctx = property(lambda self: self._c.max_ctx, doc="capacity in tokens")
-    step_rows = property(lambda self: self._c.step_rows, doc="rows of the open step; 0: none is open")
-    replay_to = property(lambda self: self._c.replay_to, doc="where a pending replay ends; 0: none is pending")
-    generation = property(lambda self: self._c.generation, doc="counts resets")
-    id = property(lambda self: self._c.id, doc="unique in the process")
-
-    @property
-    def state(self) -> CacheState:
-        """What the cache allows now."""
-        return CacheState(self._c.state)
 
     # Birth and end.
 
@@ -181,12 +170,12 @@ class Cache:
 
     def snapshot(self, e: Any) -> CacheSnapshot:
         """A new snapshot of this moment, on each layer's own device. Allocates; waits for nothing."""
-        self._check_device(e)
-        self._check_settled("snapshot")
+        self.check_device(e)
+        self.check_settled("snapshot")
         snap = CacheSnapshot(self.id, self.cfg.n_layer)
         try:
             for d, device in enumerate(self.devices):
-                self._snapshot_planes(d, device, snap)
+                snap.allocate(self.plan, self.recur, d, device)
             self.snapshot_into(e, snap)
         except BaseException:
             snap.close()
@@ -199,12 +188,12 @@ class Cache:
 
         A failure in the middle invalidates the snapshot, not the cache. Waits for nothing.
         """
-        self._check_device(e)
-        self._check_settled("snapshot_into")
-        self._check_owner(snap)
+        self.check_device(e)
+        self.check_settled("snapshot_into")
+        self.check_owner(snap)
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
-            actions += copy_actions(device, [(kept, live) for live, kept in self._state_pairs(d, snap)])
+            actions += copy_actions(device, [(kept, live) for live, kept in snap.pairs(self.plan, self.recur, d)])
         snap.invalid = "a snapshot_into failed half way"
         run_actions(actions, lambda: None)
         snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
@@ -220,16 +209,16 @@ class Cache:
         waits for nothing. Raises SnapshotError, CapacityError (accept_len), StateError.
         """
         accept_len = operator.index(accept_len)
-        self._check_device(e)
-        self._check_state("rollback", CacheState.READY, CacheState.PENDING_REPLAY, CacheState.TAINTED)
-        self._check_owner(snap)
+        self.check_device(e)
+        self.check_state("rollback", CacheState.READY, CacheState.PENDING_REPLAY, CacheState.TAINTED)
+        self.check_owner(snap)
         if snap.invalid:
             raise SnapshotError(f"this snapshot cannot be restored: {snap.invalid}")
         if snap.generation != self.generation:
             raise SnapshotError(
                 f"snapshot of generation {snap.generation}; the cache was reset and is at {self.generation}"
             )
-        limit = max(self.pos + self.step_rows, self.replay_to) - snap.pos
+        limit = min(max(self.pos + self.step_rows, self.replay_to), self.max_ctx) - snap.pos
         if self.state is CacheState.TAINTED:
             limit = 0
         if not 0 <= accept_len <= limit:
@@ -238,18 +227,18 @@ class Cache:
                 + (" (a tainted cache accepts none)" if self.state is CacheState.TAINTED else "")
             )
         lens = {
-            il: min(max(self._kv_layer(il).len, saved), saved + accept_len)
+            il: min(max(self.kv_layer(il).len, saved), saved + accept_len)
             for il, saved in enumerate(snap.kv_len)
             if saved is not None
         }
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
-            actions += copy_actions(device, [(live, kept) for live, kept in self._state_pairs(d, snap)])
+            actions += copy_actions(device, snap.pairs(self.plan, self.recur, d))
             actions += self._counter_actions(d, lens, snap.pos)
-        run_actions(actions, self._taint)
+        run_actions(actions, self.taint)
         for il, length in lens.items():
-            self._kv_layer(il).len = length
-        self._end_step(snap.pos)
+            self.kv_layer(il).len = length
+        self.end_step(snap.pos)
         self._c.replay_to = snap.pos + accept_len if accept_len else 0
         self._c.state = CacheState.PENDING_REPLAY if accept_len else CacheState.READY
         self._outdate_snapshots(snap.pos + accept_len)
@@ -259,15 +248,15 @@ class Cache:
     def advance(self, e: Any, n: int = 1) -> None:
         """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
         n = operator.index(n)
-        self._check_device(e)
-        self._check_state("advance", CacheState.READY, CacheState.PENDING_REPLAY)
+        self.check_device(e)
+        self.check_state("advance", CacheState.READY, CacheState.PENDING_REPLAY)
         if self.step_rows and n != self.step_rows:
             raise StateError(
                 f"advance by {n}, but a step of {self.step_rows} rows is open; advance by {self.step_rows}"
             )
         if n < 0:
             raise StateError(f"advance by {n}; use rollback or truncate to go back")
-        self._check_replay("advance", n)
+        self.check_replay("advance", n)
         if self.pos + n > self.max_ctx:
             raise CapacityError(
                 f"advance from {self.pos} by {n} needs {self.pos + n} positions; max_ctx is {self.max_ctx}"
@@ -278,16 +267,16 @@ class Cache:
         actions: list[Action] = []
         for d in range(len(self.devices)):
             actions += self._counter_actions(d, {}, target)
-        run_actions(actions, self._taint)
-        self._end_step(target)
+        run_actions(actions, self.taint)
+        self.end_step(target)
         if self.state is CacheState.PENDING_REPLAY and self.pos == self.replay_to:
             self._c.state, self._c.replay_to = CacheState.READY, 0
 
     def truncate(self, e: Any, new_len: int) -> None:
         """The append-only rewind of a cache without recurrent layers: pos = new_len, no len above it."""
         new_len = operator.index(new_len)
-        self._check_device(e)
-        self._check_settled("truncate")
+        self.check_device(e)
+        self.check_settled("truncate")
         if any(layer is not None for layer in self.recur):
             raise StateError("truncate: recurrent layers cannot go back by a length; use snapshot and rollback")
         if not 0 <= new_len <= self.pos:
@@ -298,9 +287,9 @@ class Cache:
         actions: list[Action] = []
         for d in range(len(self.devices)):
             actions += self._counter_actions(d, lens, new_len)
-        run_actions(actions, self._taint)
+        run_actions(actions, self.taint)
         for il, length in lens.items():
-            self._kv_layer(il).len = length
+            self.kv_layer(il).len = length
         self.pos = new_len
         self._outdate_snapshots(new_len)
 
@@ -309,8 +298,8 @@ class Cache:
 
         K/V bytes stay (they lie beyond len), and so does the error record.
         """
-        self._check_device(e)
-        self._check_state("reset", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_device(e)
+        self.check_state("reset", *(state for state in CacheState if state is not CacheState.CLOSED))
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             names = ("conv_state", "ssm_state", "ssm_state_alt")
@@ -318,10 +307,10 @@ class Cache:
                 device, [p for (name, _, at), p in self._planes.items() if at == d and name in names]
             )
             actions += self._counter_actions(d, dict.fromkeys(self._counter_layers[d], 0), 0)
-        run_actions(actions, self._taint)
+        run_actions(actions, self.taint)
         for layer in filter(None, self.kv):
             layer.len = 0
-        self._end_step(0)
+        self.end_step(0)
         self._c.replay_to, self._c.state = 0, CacheState.READY
         self._c.generation += 1
         self.last_logits_dev = self.dflash_taps = None
@@ -329,27 +318,30 @@ class Cache:
 
     def sync_d(self, e: Any) -> None:
         """Stamps every len_d and pos_d from the host values, in stream order; call it after assigning len or pos."""
-        self._check_device(e)
-        self._check_state("sync_d", CacheState.READY, CacheState.PENDING_REPLAY)
-        self._check_lengths()
+        self.check_device(e)
+        self.check_state("sync_d", CacheState.READY, CacheState.PENDING_REPLAY)
+        self.check_lengths()
         lens = {il: layer.len for il, layer in enumerate(self.kv) if layer is not None}
         actions: list[Action] = []
         for d in range(len(self.devices)):
             actions += self._counter_actions(d, lens, self.pos)
-        run_actions(actions, self._taint)
+        run_actions(actions, self.taint)
 
     # What it holds.
 
     def report(self) -> dict[str, Any]:
         """Every live buffer and snapshot with its bytes, their sum, and what each device says is free."""
-        self._check_state("report", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_state("report", *(state for state in CacheState if state is not CacheState.CLOSED))
         snapshots = [
             {"pos": snap.pos, "bytes": snap.nbytes, "invalid": snap.invalid}
             for snap in sorted(self._snapshots, key=lambda snap: snap.pos)
-            if snap.nbytes
+            if not snap.is_closed
         ]
         buffers = [{"name": name, "bytes": n_bytes, "device": at} for name, _, n_bytes, at in self.regions()]
-        allocated = self.plan.arena_bytes if all(map(has_arena, self.devices)) else self.plan.plane_bytes
+        allocated = sum(
+            sums.arena_bytes if has_arena(e) else sums.plane_bytes
+            for sums, e in zip(self.plan.per_device, self.devices, strict=True)
+        )
         devices = []
         for e in self.devices:
             available, total = e.mem_info() if hasattr(e, "mem_info") else (None, None)
@@ -364,7 +356,7 @@ class Cache:
 
     def regions(self) -> list[tuple[str, int, int, int]]:
         """(name, device pointer, bytes, device) of every live buffer; addresses hold until close."""
-        self._check_state("regions", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_state("regions", *(state for state in CacheState if state is not CacheState.CLOSED))
         return [
             (row.name, self._planes[row.plane, row.layer, row.device].ptr, row.bytes, ordinal(self.devices[row.device]))
             for row in self.plan.planes
@@ -372,18 +364,18 @@ class Cache:
 
     def kv_layer_for(self, il: int) -> KvLayer:
         """The K/V that layer il reads: its own, or that of the last owning layer of its kind."""
-        return self._kv_layer(self.cfg.kv_source(il))
+        return self.kv_layer(self.cfg.kv_source(il))
 
     def health(self) -> Health:
         """The error record, after the work queued before; false when it is empty. Waits."""
-        self._check_state("health", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_state("health", *(state for state in CacheState if state is not CacheState.CLOSED))
         return Health.read(
             read_bytes(self._planes["health", None, d], layout.HEALTH_BYTES) for d in range(len(self.devices))
         )
 
     def clear_health(self) -> None:
         """Empties the error record, in stream order."""
-        self._check_state("clear_health", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_state("clear_health", *(state for state in CacheState if state is not CacheState.CLOSED))
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             actions += zero_actions(device, [self._planes["health", None, d]])
@@ -395,54 +387,13 @@ class Cache:
         The stream is laid out in digest.py. Compare within one device: the last bits of expf differ between a
         CPU and a GPU.
         """
-        self._check_state("digest", CacheState.READY, CacheState.PENDING_REPLAY)
-        self._check_lengths()
+        self.check_state("digest", CacheState.READY, CacheState.PENDING_REPLAY)
+        self.check_lengths()
         digest = digest_of(self)
         self._check_strict()
         return digest
 
-    # What ops and rounds call.
-
-    @contextmanager
-    def step_op(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[KvLayer | RecurLayer]:
-        """One mutating operation of a step: checks, yields the layer, and notes the step when it was enqueued."""
-        layer = self.layer(e, il, op)
-        name = op.name or ""
-        self._check_state(name.lower(), CacheState.READY, CacheState.PENDING_REPLAY)
-        if self.step_rows and rows != self.step_rows:
-            raise StateError(f"layer {il}: {rows} rows, but the open step has {self.step_rows}; advance first")
-        if layer.step_ops & op:
-            raise StateError(f"layer {il} has run {name.lower()} in this step; each runs once, then advance")
-        self._check_replay(name.lower(), rows)
-        need = self.pos + rows
-        if need > self.max_ctx:
-            raise CapacityError(
-                f"layer {il}: {rows} rows behind len {self.pos} need {need} tokens; max_ctx is {self.max_ctx}"
-            )
-        if isinstance(layer, KvLayer) and layer.len < self.pos:
-            raise StateError(
-                f"layer {il}: len is {layer.len}, pos is {self.pos}: nobody wrote rows {layer.len} .. {self.pos - 1};"
-                " set len or roll back"
-            )
-        yield layer
-        layer.step_ops |= op
-        self._c.step_rows = rows
-
-    def check_readable(self, what: str) -> None:
-        """Refuses an operation that reads the sequence where the host does not know where it stands."""
-        self._check_state(what, CacheState.READY, CacheState.PENDING_REPLAY)
-
-    def layer(self, e: Any, il: int, op: StepOp) -> KvLayer | RecurLayer:
-        """Layer il, of the kind that op works on, after checking that e owns it."""
-        if not 0 <= il < self.cfg.n_layer:
-            raise ConfigError(f"layer {il}; layers are 0 .. {self.cfg.n_layer - 1}")
-        found = self.kv[il] if op is StepOp.APPEND else self.recur[il]
-        if found is None:
-            kind = "K/V" if op is StepOp.APPEND else "recurrent state"
-            raise ConfigError(f"layer {il} has no {kind}")
-        if e is not found._owner:
-            raise DeviceMismatch(f"layer {il} lives on {found._owner!r}, not on {e!r}")
-        return found
+    # Inside, and for ops.
 
     def pos_d(self, il: int) -> Any:
         """The device mirror of pos beside layer il."""
@@ -452,83 +403,13 @@ class Cache:
         """The error record beside layer il."""
         return self._planes["health", None, self.plan.device_of(il)]
 
-    # Inside.
-
-    def _new_kv(self, il: int) -> KvLayer:
-        plan, cfg = self.plan, self.plan.cfg
-        d = plan.device_of(il)
-        c = self._kv_c[il]
-        c.present, c.device_index = 1, d
-        c.kv_dim_k, c.kv_dim_v = plan.kv_dims(il)
-        c.k_tok_bytes, c.v_tok_bytes = plan.tok_bytes(il)
-        c.k_format, c.v_format = (form.code for form in plan.formats(il))
-        c.n_head_kv = cfg.kv_heads(il)
-        c.head_dim_k, c.head_dim_v = cfg.head_dims(il)
-        c.window = cfg.window(il) or 0
-        return KvLayer(c, self.devices[d], *(self._planes[name, il, d] for name in ("k", "v", "len_d")))
-
-    def _new_recur(self, il: int) -> RecurLayer:
-        ssm, d = self.plan.cfg.ssm, self.plan.device_of(il)
-        assert ssm is not None  # the plan refuses a recurrent layer without it
-        c = self._recur_c[il]
-        c.present, c.device_index = 1, d
-        c.conv_dim, c.d_conv = ssm.conv_dim, ssm.conv_kernel
-        c.num_k, c.num_v, c.state_size = ssm.group_count, ssm.time_step_rank, ssm.state_size
-        return RecurLayer(
-            c, self.devices[d], *(self._planes[name, il, d] for name in ("conv_state", "ssm_state", "ssm_state_alt"))
-        )
-
-    def _kv_layer(self, il: int) -> KvLayer:
-        layer = self.kv[il]
-        if layer is None:
-            raise ConfigError(f"layer {il} has no K/V")
-        return layer
-
-    def _snapshot_planes(self, d: int, device: Any, snap: CacheSnapshot) -> None:
-        """Gives snap its buffers on device d: one of the arena's own shape, or a clone per plane."""
-        layers = [
-            (il, layer) for il, layer in enumerate(self.recur) if layer is not None and self.plan.device_of(il) == d
-        ]
-        begin, end = self.plan.per_device[d].snapshot
-        if has_arena(device) and layers:
-            kept = device.uninit((end - begin) // 4)
-            snap._buffers.append(kept)
-            at = {(row.plane, row.layer): row for row in self.plan.planes if row.device == d}
-            for il, _ in layers:
-                for name, planes in (("conv_state", snap.conv), ("ssm_state", snap.ssm)):
-                    row = at[name, il]
-                    planes[il] = kept.plane(row.offset - begin, row.len, layout.DTYPE_NAMES[row.dtype])
-            return
-        for il, layer in layers:
-            for plane, planes in ((layer.conv_state, snap.conv), (layer.ssm_state, snap.ssm)):
-                planes[il] = device.clone_dtod(plane)
-                snap._buffers.append(planes[il])
-
-    def _state_pairs(self, d: int, snap: CacheSnapshot) -> list[tuple[Any, Any]]:
-        """(live, kept) of every ring and current state on device d."""
-        pairs = []
-        for il, layer in enumerate(self.recur):
-            if layer is not None and self.plan.device_of(il) == d:
-                pairs += [(layer.conv_state, snap.conv[il]), (layer.ssm_state, snap.ssm[il])]
-        return pairs
-
     def _counter_actions(self, d: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Stamps len_d of the layers of `lens` that live on device d, and its pos_d."""
         layers = self._counter_layers[d]
-        counters = [self._kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
+        counters = [self.kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
         values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
         packed = self._planes.get(("counters", None, d))
         return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])
-
-    def _end_step(self, pos: int) -> None:
-        for layer in (*self.kv, *self.recur):
-            if layer is not None:
-                layer.step_ops = 0
-        self._c.step_rows = 0
-        self._c.pos = pos
-
-    def _taint(self) -> None:
-        self._c.state = CacheState.TAINTED
 
     def _outdate_snapshots(self, stands: int) -> None:
         """K/V rows at and above `stands` are given up; a snapshot that counts on them is no longer true."""
@@ -539,51 +420,6 @@ class Cache:
     def _invalidate_snapshots(self, why: str) -> None:
         for snap in self._snapshots:
             snap.invalid = snap.invalid or why
-
-    # Checks.
-
-    def _check_device(self, e: Any) -> None:
-        if not any(e is each for each in self.devices):
-            raise DeviceMismatch(f"{e!r} is none of this cache's devices {list(self.devices)}")
-
-    def _check_state(self, what: str, *allowed: CacheState) -> None:
-        state = self.state
-        if state in allowed:
-            return
-        reasons = {
-            CacheState.CLOSED: "the cache is closed",
-            CacheState.TAINTED: "tainted by an earlier driver error; reset, close, or roll back with accept_len 0",
-            CacheState.UNSETTLED: "the device counters are ahead of the host; call settle first",
-            CacheState.PENDING_REPLAY: f"pending replay of {self.replay_to - self.pos} tokens; run them first",
-        }
-        raise StateError(f"{what}: {reasons.get(state, state.name)}")
-
-    def _check_settled(self, what: str) -> None:
-        """Ready, and no step open."""
-        self._check_state(what, CacheState.READY)
-        if self.step_rows:
-            raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
-        self._check_lengths()
-
-    def _check_replay(self, what: str, rows: int) -> None:
-        left = self.replay_to - self.pos
-        if self.state is CacheState.PENDING_REPLAY and rows > left:
-            raise StateError(f"{what} of {rows} rows: pending replay of {left} tokens; a step may take at most those")
-
-    def _check_lengths(self) -> None:
-        """Lengths may have been assigned, here or from C; nothing is read through a wrong one."""
-        numbers = [("pos", self.pos)] + [
-            (f"layer {il}: len", kv.len) for il, kv in enumerate(self.kv) if kv is not None
-        ]
-        for name, value in numbers:
-            if not 0 <= value <= self.max_ctx:
-                raise StateError(f"{name} is {value}; it must lie in 0 .. {self.max_ctx}")
-
-    def _check_owner(self, snap: CacheSnapshot) -> None:
-        if snap.cache_id != self.id:
-            raise SnapshotError(f"snapshot of cache {snap.cache_id}; this is cache {self.id}")
-        if snap.invalid == "it is closed":
-            raise SnapshotError("this snapshot is closed")
 
     def _check_strict(self) -> None:
         if self.plan.options.strict:
