@@ -175,11 +175,11 @@ class Cache(CacheRules):
         snap = CacheSnapshot(self.id, self.cfg.n_layer)
         try:
             for d, device in enumerate(self.devices):
-                snap.allocate(self.plan, self.recur, d, device)
-            self.snapshot_into(e, snap)
+                run_actions(snap.allocate(self.plan, self.recur, d, device), lambda: None)
         except BaseException:
             snap.close()
             raise
+        self._stamp(snap)
         self._snapshots.add(snap)
         return snap
 
@@ -191,13 +191,13 @@ class Cache(CacheRules):
         self.check_device(e)
         self.check_settled("snapshot_into")
         self.check_owner(snap)
+        self.check_shapes("snapshot_into", snap)
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
-            actions += copy_actions(device, [(kept, live) for live, kept in snap.pairs(self.plan, self.recur, d)])
+            actions += snap.renew(self.plan, self.recur, d, device)
         snap.invalid = "a snapshot_into failed half way"
         run_actions(actions, lambda: None)
-        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
-        snap.pos, snap.generation, snap.invalid = self.pos, self.generation, ""
+        self._stamp(snap)
 
     def rollback(self, e: Any, snap: CacheSnapshot, accept_len: int) -> None:
         """Back to `snap`, keeping the K/V rows of the first accept_len tokens after it.
@@ -218,6 +218,7 @@ class Cache(CacheRules):
             raise SnapshotError(
                 f"snapshot of generation {snap.generation}; the cache was reset and is at {self.generation}"
             )
+        self.check_shapes("rollback", snap)
         limit = min(max(self.pos + self.step_rows, self.replay_to), self.max_ctx) - snap.pos
         if self.state is CacheState.TAINTED:
             limit = 0
@@ -410,6 +411,11 @@ class Cache(CacheRules):
         values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
         packed = self._planes.get(("counters", None, d))
         return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])
+
+    def _stamp(self, snap: CacheSnapshot) -> None:
+        """Notes in snap where the cache stands, once its copies are enqueued."""
+        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
+        snap.pos, snap.generation, snap.invalid = self.pos, self.generation, ""
 
     def _outdate_snapshots(self, stands: int) -> None:
         """K/V rows at and above `stands` are given up; a snapshot that counts on them is no longer true."""

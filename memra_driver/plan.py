@@ -13,10 +13,12 @@ while the number is odd.
 from __future__ import annotations
 
 import json
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from memra_driver.config import LayerKind, ModelConfig
 from memra_driver.errors import ConfigError
@@ -25,7 +27,7 @@ from memra_driver.layout import DTYPE_NAMES, HEALTH_BYTES
 
 ALIGN_BYTES = 256  # what the driver's own allocations have
 TAIL_PAD_BYTES = 8  # an aligned-word reader may look past the last block of a full plane
-MAX_CTX = 2**31 - 1  # positions are i32 on the device
+MAX_INT = 2**31 - 1  # positions are i32 on the device, and so are the columns of a row that a kernel takes
 MAX_D_CONV = 8
 SCAN_STATE_SIZES = (32, 64, 128, 256)
 
@@ -51,23 +53,29 @@ class CacheOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ConfigError(f"CacheOptions.max_rows is {self.max_rows}; it must be at least 1")
-        if self.round_width < 0:
-            raise ConfigError(f"CacheOptions.round_width is {self.round_width}; it must not be negative")
+        object.__setattr__(self, "max_rows", _count("max_rows", self.max_rows, 1))
+        object.__setattr__(self, "round_width", _count("round_width", self.round_width, 0))
         if self.reserve_taps is not None:
             try:
                 layer_ids, rows = self.reserve_taps
-                layer_ids = tuple(layer_ids)
+                layer_ids = tuple(map(operator.index, layer_ids))
             except (TypeError, ValueError):
                 raise ConfigError(
                     f"CacheOptions.reserve_taps is {self.reserve_taps!r}; it takes (layer_ids, rows)"
                 ) from None
-            if not layer_ids or rows < 1:
-                raise ConfigError(
-                    f"CacheOptions.reserve_taps names {len(layer_ids)} layers and {rows} rows; at least 1 each"
-                )
+            if not layer_ids:
+                raise ConfigError("CacheOptions.reserve_taps names no layer; at least 1")
+            rows = _count("reserve_taps rows", rows, 1)
             object.__setattr__(self, "reserve_taps", (layer_ids, rows))
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    """value as an int that is at least `least`; else ConfigError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError(f"CacheOptions.{name} is {value!r}; it must be a whole number")
+    if operator.index(value) < least:
+        raise ConfigError(f"CacheOptions.{name} is {value}; it must be at least {least}")
+    return operator.index(value)
 
 
 @dataclass(frozen=True)
@@ -141,8 +149,8 @@ class CachePlan:
     ) -> None:
         if not isinstance(max_ctx, int) or isinstance(max_ctx, bool):
             raise ConfigError(f"max_ctx is {max_ctx!r}; it must be an integer number of tokens")
-        if not 0 <= max_ctx <= MAX_CTX:
-            raise ConfigError(f"max_ctx is {max_ctx}; it must lie in 0 .. {MAX_CTX}")
+        if not 0 <= max_ctx <= MAX_INT:
+            raise ConfigError(f"max_ctx is {max_ctx}; it must lie in 0 .. {MAX_INT}")
         self.cfg = cfg
         self.max_ctx = max_ctx
         self.policy = FormatPolicy.from_env() if policy is None else policy
@@ -203,6 +211,9 @@ class CachePlan:
                 for which, dim in zip(("head_dim_k", "head_dim_v"), cfg.head_dims(il), strict=True):
                     if dim <= 0 or dim % BLOCK:
                         raise ConfigError(f"layer {il}: {which} is {dim}; it must be a positive multiple of {BLOCK}")
+                for which, dim in zip(("kv_dim_k", "kv_dim_v"), self.kv_dims(il), strict=True):
+                    if dim > MAX_INT:
+                        raise ConfigError(f"layer {il}: {which} is {dim} elements per token; at most {MAX_INT}")
             elif self.has_state(il):
                 if ssm is None:
                     raise ConfigError(f"layer {il} is recurrent, but the model has no ssm description")
@@ -213,6 +224,8 @@ class CachePlan:
                         raise ConfigError(
                             f"layer {il}: {field} is {getattr(ssm, field)}; a recurrent layer needs at least 1"
                         )
+                if ssm.conv_dim > MAX_INT:
+                    raise ConfigError(f"layer {il}: conv_dim is {ssm.conv_dim} channels; at most {MAX_INT}")
         if self.options.reserve_taps is not None:
             layer_ids, _ = self.options.reserve_taps
             for il in layer_ids:

@@ -15,7 +15,7 @@ from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, SnapshotError, StateError
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, StepOp
-from memra_driver.snapshot import CLOSED, CacheSnapshot
+from memra_driver.snapshot import CacheSnapshot
 
 
 class CacheRules:
@@ -81,8 +81,23 @@ class CacheRules:
     def check_owner(self, snap: CacheSnapshot) -> None:
         if snap.cache_id != self.id:
             raise SnapshotError(f"snapshot of cache {snap.cache_id}; this is cache {self.id}")
-        if snap.invalid == CLOSED:
+        if snap.is_closed:
             raise SnapshotError("this snapshot is closed")
+
+    def check_shapes(self, what: str, snap: CacheSnapshot) -> None:
+        """A snapshot's fields may have been assigned; they must still fit the layers that they speak of."""
+        wanted = {
+            "conv": [None if layer is None else layer.conv_state.len for layer in self.recur],
+            "ssm": [None if layer is None else layer.ssm_state.len for layer in self.recur],
+        }
+        for name, lens in wanted.items():
+            found = [None if kept is None else kept.len for kept in getattr(snap, name)]
+            if found != lens:
+                raise SnapshotError(f"{what}: shape mismatch ({name}): {found} elements, the layers have {lens}")
+        if [saved is None for saved in snap.kv_len] != [layer is None for layer in self.kv]:
+            raise SnapshotError(f"{what}: kv_len {snap.kv_len} names other layers than those with K/V")
+        if not all(0 <= number <= self.max_ctx for number in (snap.pos, *filter(None, snap.kv_len))):
+            raise SnapshotError(f"{what}: pos {snap.pos}, kv_len {snap.kv_len}; they must lie in 0 .. {self.max_ctx}")
 
     # One operation of a step.
 

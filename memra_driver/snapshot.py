@@ -7,13 +7,12 @@ from typing import Any
 
 from memra_driver.layers import RecurLayer
 from memra_driver.layout import DTYPE_NAMES
-from memra_driver.place import close_slices, has_arena
+from memra_driver.memory import Closing
+from memra_driver.place import Action, close_slices, copy_actions, has_arena
 from memra_driver.plan import CachePlan
 
-CLOSED = "it is closed"
 
-
-class CacheSnapshot:
+class CacheSnapshot(Closing):
     """Lengths, rings and states of a cache at one position; K/V bytes are not copied.
 
     kv_len[il]: K/V length, None where the layer has none. conv[il], ssm[il]: copies on the layer's
@@ -29,6 +28,7 @@ class CacheSnapshot:
         self.cache_id = cache_id
         self.generation = 0
         self.invalid = ""  # why it cannot be used; "" when it can
+        self.is_closed = False
         self._buffers: list[Any] = []
 
     @property
@@ -38,12 +38,15 @@ class CacheSnapshot:
 
     def close(self) -> None:
         """Frees the copies; may be called twice."""
-        self.invalid = CLOSED
+        self.is_closed, self.invalid = True, "it is closed"
         close_slices(self._buffers)
         self._buffers, self.conv, self.ssm = [], [None] * len(self.conv), [None] * len(self.ssm)
 
-    def allocate(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> None:
-        """Makes its buffers on device d: one allocation of the arena's own shape, or a clone of each plane."""
+    def allocate(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> list[Action]:
+        """Makes its buffers on device d: one allocation of the arena's own shape, or a clone of each plane.
+
+        Returns the copies that fill them; clones are full.
+        """
         layers = [(il, layer) for il, layer in enumerate(recur) if layer is not None and plan.device_of(il) == d]
         if has_arena(e) and layers:
             begin, end = plan.per_device[d].snapshot
@@ -54,11 +57,16 @@ class CacheSnapshot:
                 for name, planes in (("conv_state", self.conv), ("ssm_state", self.ssm)):
                     row = at[name, il]
                     planes[il] = kept.plane(row.offset - begin, row.len, DTYPE_NAMES[row.dtype])
-            return
+            return self.renew(plan, recur, d, e)
         for il, layer in layers:
             for plane, planes in ((layer.conv_state, self.conv), (layer.ssm_state, self.ssm)):
                 planes[il] = e.clone_dtod(plane)
                 self._buffers.append(planes[il])
+        return []
+
+    def renew(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> list[Action]:
+        """The copies that bring its buffers on device d up to now."""
+        return copy_actions(e, [(kept, live) for live, kept in self.pairs(plan, recur, d)])
 
     def pairs(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int) -> list[tuple[Any, Any]]:
         """(live, kept) of every ring and current state on device d."""
