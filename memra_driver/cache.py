@@ -258,6 +258,7 @@ class Cache(CacheRules):
         if n < 0:
             raise StateError(f"advance by {n}; use rollback or truncate to go back")
         self.check_replay("advance", n)
+        self.check_length("pos", self.pos)
         if self.pos + n > self.max_ctx:
             raise CapacityError(
                 f"advance from {self.pos} by {n} needs {self.pos + n} positions; max_ctx is {self.max_ctx}"

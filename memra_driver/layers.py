@@ -9,7 +9,7 @@ from typing import Any
 from memra_driver import layout
 from memra_driver.errors import StateError
 from memra_driver.place import Key, ordinal
-from memra_driver.plan import CachePlan
+from memra_driver.plan import MAX_INT, CachePlan
 
 
 def scalar(name: str, doc: str) -> Any:
@@ -63,7 +63,7 @@ class KvLayer:
         c.k_format, c.v_format = (form.code for form in plan.formats(il))
         c.n_head_kv = cfg.kv_heads(il)
         c.head_dim_k, c.head_dim_v = cfg.head_dims(il)
-        c.window = cfg.window(il) or 0
+        c.window = min(cfg.window(il) or 0, MAX_INT)
         self._planes = _bind(c, {name: planes[name, il, d] for name in ("k", "v", "len_d")}, owner)
 
     k = _plane("k", "u8 [max_ctx * k_tok_bytes + 8]")

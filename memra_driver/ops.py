@@ -58,6 +58,7 @@ def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any,
     """
     layer = _kv(e, cache, il)
     cache.check_readable("dequant_kv")
+    cache.check_length(f"layer {il}: len", layer.len)
     if not 0 <= start <= stop <= layer.len:
         raise CapacityError(f"layer {il}: rows {start} .. {stop}; 0 .. {layer.len} stand")
     rows = stop - start

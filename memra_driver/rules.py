@@ -71,12 +71,14 @@ class CacheRules:
 
     def check_lengths(self) -> None:
         """Lengths may have been assigned, here or from C; nothing is read through a wrong one."""
-        numbers = [("pos", self.pos)] + [
-            (f"layer {il}: len", kv.len) for il, kv in enumerate(self.kv) if kv is not None
-        ]
-        for name, value in numbers:
-            if not 0 <= value <= self.max_ctx:
-                raise StateError(f"{name} is {value}; it must lie in 0 .. {self.max_ctx}")
+        self.check_length("pos", self.pos)
+        for il, layer in enumerate(self.kv):
+            if layer is not None:
+                self.check_length(f"layer {il}: len", layer.len)
+
+    def check_length(self, name: str, value: int) -> None:
+        if not 0 <= value <= self.max_ctx:
+            raise StateError(f"{name} is {value}; it must lie in 0 .. {self.max_ctx}")
 
     def check_owner(self, snap: CacheSnapshot) -> None:
         if snap.cache_id != self.id:
@@ -112,6 +114,9 @@ class CacheRules:
         if layer.step_ops & op:
             raise StateError(f"layer {il} has run {name.lower()} in this step; each runs once, then advance")
         self.check_replay(name.lower(), rows)
+        self.check_length("pos", self.pos)
+        if isinstance(layer, KvLayer):
+            self.check_length(f"layer {il}: len", layer.len)
         need = self.pos + rows
         if need > self.max_ctx:
             raise CapacityError(
