@@ -66,6 +66,19 @@ def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
     assert control.live_bytes() == 0, f"{control.live_count()} allocations were never freed"
 
 
+@pytest.fixture
+def context(standin: standin_module.StandIn) -> Iterator[standin_module.StandIn]:
+    """The stand-in, with a retained and current primary context of device 0 through the bare bindings."""
+    from cuda.bindings import driver as cu
+    from raw_driver import ok
+
+    ok(cu.cuInit(0))
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    yield standin
+    ok(cu.cuCtxSetCurrent(0))
+    ok(cu.cuDevicePrimaryCtxRelease(0))
+
+
 MakeDev = Callable[..., Any]
 
 

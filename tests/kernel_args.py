@@ -53,6 +53,7 @@ def special_blocks() -> Array:
         (ramp - 16) * np.float32(3e38 / 16),  # differences overflow
         (ramp - 16) * np.float32(1e37),
         ramp * F32_MIN_SUBNORMAL,  # 1/d overflows
+        np.where(ramp == 9, np.nan, ramp * F32_MIN_SUBNORMAL),
         (ramp - 9) * np.float32(2.0**-130),
         (ramp - 9) * np.float32(1e-38),
         (ramp - 9) * np.float32(3e-8),  # f16 d rounds to zero

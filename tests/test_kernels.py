@@ -67,7 +67,7 @@ def test_append_agrees_on_special_values_and_reports_them(cuda: Any, host: Any, 
     on_cuda = run(cuda, "append_kv", **args)
     same(on_cuda, run(host, "append_kv", **args))
     seen = faults(on_cuda.health)
-    assert seen[Fault.NONFINITE] == FaultCount(count=20, layer=3, slot=4)  # 5 blocks, twice a row, in K and in V
+    assert seen[Fault.NONFINITE] == FaultCount(count=24, layer=3, slot=4)  # 6 blocks, twice a row, in K and in V
     assert (Fault.FP8_SATURATED in seen) == ("fp8" in formats)
     assert (Fault.SCALE_OVERFLOW in seen) == (formats != ("fp8", "fp8"))
 
@@ -223,7 +223,7 @@ def test_counters_are_set_by_their_masks_and_no_other(cuda: Any, host: Any, rng:
     masks = [[2**64 - 1, 2**64 - 1, 0, 0], [0, 0, 2**64 - 1, 2**64 - 1], [1 << 63, 1, 1 << 62, 1 << 63], [0, 0, 0, 0]]
     masks += rng.integers(0, 2**64, (8, 4), np.uint64).tolist()
     for a_lo, a_hi, b_lo, b_hi in masks:
-        args = {
+        args: dict[str, Any] = {
             "counters": rng.integers(-9, 9, 128).astype(np.int32), "a": 2**31 - 1, "b": -(2**31),
             "a_lo": as_signed(a_lo), "a_hi": as_signed(a_hi), "b_lo": as_signed(b_lo), "b_hi": as_signed(b_hi),
             "health": None, "layer": 0,
