@@ -1,8 +1,8 @@
 """Fixtures and options of the test ladder.
 
-Without options the tests run on NumPy and on the stand-in driver (tests/standin.py). With `--gpu`
-the real driver is used instead, and tests of the stand-in are left out: the two libraries of one
-name never share a process.
+Without options the tests run on NumPy and on the stand-in driver (tests/standin.py). With `--gpu` those
+that use a CUDA device run again, on the real driver, and no others: the stand-in and the real library
+have one name and never share a process.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu = config.getoption("--gpu")
 
     def belongs(item: pytest.Item) -> bool:
-        if gpu:
-            return item.get_closest_marker("standin") is None and "standin" not in getattr(item, "fixturenames", ())
-        return item.get_closest_marker("gpu") is None
+        if not gpu:
+            return item.get_closest_marker("gpu") is None
+        fixtures = getattr(item, "fixturenames", ())
+        on_host = "host" in getattr(getattr(item, "callspec", None), "params", {}).values()
+        uses_cuda = "make_dev" in fixtures or item.get_closest_marker("gpu") is not None
+        return uses_cuda and not on_host and item.get_closest_marker("standin") is None and "standin" not in fixtures
 
     left_out = [item for item in items if not belongs(item)]
     items[:] = [item for item in items if belongs(item)]

@@ -35,7 +35,7 @@ def _machine() -> dict[str, Any]:
     driver.init()
     return {
         "device": driver.device_get_name(driver.device_get(0)),
-        "driver": driver.driver_get_version(),
+        "driver": driver.version_text(driver.driver_get_version()),
         "nvrtc": ".".join(map(str, nvrtc.version())),
         "commit": _commit(),
         "kernel_sources": nvrtc.sources_hash(),

@@ -144,7 +144,7 @@ def test_nvrtc_lays_the_structs_out_alike(tmp_path: Path, arch: str) -> None:
         struct, _, field = name.partition(".")
         claims.append(f"sizeof(((({struct}*)0)->{field})) == {size}" if field else f"sizeof({struct}) == {size}")
         if field:
-            claims.append(f"__builtin_offsetof({struct}, {field}) == {offset}")
+            claims.append(f"MEMRA_OFFSETOF({struct}, {field}) == {offset}")
     claims += [f"sizeof(memra_{name}) == {form.block_bytes}" for name, form in FORMATS.items()]
     text = "\n".join(f'static_assert({claim}, "{claim}");' for claim in claims)
     (tmp_path / "probe.cu").write_text(f'#include "memra_driver.h"\n{text}\nextern "C" __global__ void probe() {{}}\n')
