@@ -35,11 +35,18 @@ def ordinal(e: Any) -> int:
 
 
 def close_slices(slices: Iterable[Any]) -> None:
-    """Frees what can be freed; slices of a device without close() go with their last reference."""
+    """Frees what can be freed; slices of a device without close() go with their last reference.
+
+    A free that fails keeps no other from being made; the first error is raised at the end.
+    """
+    first: DriverError | None = None
     for each in slices:
-        close = getattr(each, "close", None)
-        if close is not None:
-            close()
+        try:
+            getattr(each, "close", lambda: None)()
+        except DriverError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def check_fit(plan: CachePlan, devices: Sequence[Any]) -> None:

@@ -1,0 +1,277 @@
+"""What a cache asks of the driver, by the stand-in's trace: how often, where, and never more than stated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from caches import POLICY, Feed, attention_only, put, tiny
+from standin import Call, StandIn
+
+from memra_driver import ops
+from memra_driver.cache import Cache
+from memra_driver.config import SsmConfig
+from memra_driver.plan import CacheOptions
+
+pytestmark = pytest.mark.standin
+MakeDev = Callable[..., Any]
+ALLOCATIONS = ("cuMemAlloc", "cuMemAllocAsync")
+COPIES = ("cuMemcpyDtoDAsync",)
+WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuStreamWaitEvent")
+MTP = tiny(n_layer=9, nextn_predict_layers=1)
+
+
+@pytest.fixture
+def e(make_dev: MakeDev) -> Any:
+    return make_dev("cuda")
+
+
+@pytest.fixture
+def cache(e: Any) -> Any:
+    with Cache.new(e, tiny(), 32, policy=POLICY) as cache:
+        yield cache
+
+
+def asked(standin: StandIn, call: Callable[[], Any]) -> list[Call]:
+    """What `call` asks of the driver."""
+    standin.clear_trace()
+    call()
+    return standin.trace()
+
+
+def names(calls: list[Call]) -> list[str]:
+    return [call.kernel or call.name for call in calls]
+
+
+# Birth
+
+
+@pytest.mark.parametrize("cfg", [tiny(), MTP, attention_only(), tiny(n_layer=3)], ids=["8", "mtp", "full", "linear"])
+def test_a_birth_is_one_allocation_and_one_clear(e: Any, standin: StandIn, cfg: Any) -> None:
+    options = CacheOptions(round_width=4, reserve_logits=True)
+    made: list[Cache] = []
+    calls = asked(standin, lambda: made.append(Cache.new(e, cfg, 32, policy=POLICY, options=options)))
+    size = made[0].plan.arena_bytes
+    assert [(call.name, call.bytes, call.stream) for call in calls] == [
+        ("cuMemAllocAsync", size, e.stream.handle), ("cuMemsetD8Async", size, e.stream.handle),
+    ]  # fmt: skip
+    assert calls[1].src == 0
+    made[0].close()
+
+
+def test_a_birth_on_two_devices_is_that_on_each(make_dev: MakeDev, standin: StandIn) -> None:
+    devices = [make_dev("cuda", 0), make_dev("cuda", 1)]
+    made: list[Cache] = []
+    calls = asked(standin, lambda: made.append(Cache.new_pp2(*devices, 4, tiny(), 32, policy=POLICY)))
+    for ordinal, device in enumerate(devices):
+        mine = [call for call in calls if call.device == ordinal]
+        assert names(mine) == ["cuMemAllocAsync", "cuMemsetD8Async"]
+        assert {call.stream for call in mine} == {device.stream.handle}
+    assert len(calls) == 4
+    made[0].close()
+
+
+def test_without_an_arena_every_plane_is_an_allocation_of_its_own(make_dev: MakeDev, standin: StandIn) -> None:
+    e = make_dev("cuda", arena=False)
+    made: list[Cache] = []
+    calls = asked(standin, lambda: made.append(Cache.new(e, tiny(), 32, policy=POLICY)))
+    assert [c.bytes for c in calls if c.name in ALLOCATIONS] == [row.bytes for row in made[0].plan.planes]
+    made[0].close()
+
+
+def test_a_close_is_one_free(e: Any, standin: StandIn) -> None:
+    cache = Cache.new(e, tiny(), 32, policy=POLICY)
+    assert names(asked(standin, cache.close)) == ["cuMemFreeAsync"]
+    assert asked(standin, cache.close) == []
+
+
+# Snapshots
+
+
+def parity(cache: Cache, swaps: str) -> None:
+    """Swaps the handles of no, all, or some layers."""
+    for il, state in enumerate(cache.recur):
+        if state is not None and (swaps == "odd" or (swaps == "mixed" and il % 4 == 0)):
+            state.swap()
+
+
+@pytest.mark.parametrize("cfg", [tiny(), MTP], ids=["8", "mtp"])
+@pytest.mark.parametrize(("swaps", "copies"), [("even", 1), ("odd", 2)])
+def test_snapshots_of_even_and_odd_parity_are_one_and_two_copies(
+    e: Any, standin: StandIn, cfg: Any, swaps: str, copies: int
+) -> None:
+    with Cache.new(e, cfg, 32, policy=POLICY) as cache, cache.snapshot(e) as snap:
+        cache.rollback(e, snap, 0)  # the kernels are loaded
+        for il in range(cfg.n_trunk):  # the MTP layer never runs
+            if cache.recur[il] is not None and swaps == "odd":
+                cache.recur[il].swap()
+        assert names(asked(standin, lambda: cache.snapshot_into(e, snap))) == ["cuMemcpyDtoDAsync"] * copies
+        calls = asked(standin, lambda: cache.rollback(e, snap, 0))
+        assert names(calls) == ["cuMemcpyDtoDAsync"] * copies + ["set_counters"]
+        assert sum(call.bytes for call in calls[:copies]) == snap.nbytes
+        made: list[Any] = []
+        calls = asked(standin, lambda: made.append(cache.snapshot(e)))
+        assert names(calls) == ["cuMemAllocAsync"] + ["cuMemcpyDtoDAsync"] * copies
+        made[0].close()
+
+
+def test_snapshots_of_mixed_parity_are_one_launch_over_an_uploaded_table(
+    e: Any, standin: StandIn, cache: Cache
+) -> None:
+    with cache.snapshot(e) as snap:
+        cache.rollback(e, snap, 0)
+        parity(cache, "mixed")
+        cache.snapshot_into(e, snap)  # the table is made
+        for _ in range(2):
+            assert names(asked(standin, lambda: cache.rollback(e, snap, 0))) == [
+                "cuMemcpyHtoDAsync", "copy_many", "set_counters",
+            ]  # fmt: skip
+            assert names(asked(standin, lambda: cache.snapshot_into(e, snap))) == ["cuMemcpyHtoDAsync", "copy_many"]
+        assert names(asked(standin, lambda: cache.snapshot_into(e, snap))) == ["copy_many"]  # the table is that already
+
+
+@pytest.mark.parametrize("accept", [0, 2])
+def test_rollback_is_one_launch_for_all_counters_whatever_it_accepts(
+    e: Any, standin: StandIn, cache: Cache, accept: int
+) -> None:
+    feed = Feed(cache)
+    feed.step(3)
+    with cache.snapshot(e) as snap:
+        feed.step(1)
+        feed.step(3)
+        calls = asked(standin, lambda: cache.rollback(e, snap, accept))
+        assert names(calls) == ["cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync", "set_counters"]  # 3 swaps: odd
+
+
+def test_layers_that_took_no_part_cost_no_further_launch(e: Any, standin: StandIn, cache: Cache) -> None:
+    feed = Feed(cache)
+    feed.step(3)
+    with cache.snapshot(e) as snap:
+        feed.step(2, layers=[0, 1, 2, 3])
+        assert names(asked(standin, lambda: cache.rollback(e, snap, 2))).count("set_counters") == 1
+
+
+def test_a_cache_without_recurrent_layers_copies_nothing(e: Any, standin: StandIn) -> None:
+    with Cache.new(e, attention_only(), 32, policy=POLICY) as cache:
+        made: list[Any] = []
+        assert asked(standin, lambda: made.append(cache.snapshot(e))) == []
+        assert asked(standin, lambda: cache.snapshot_into(e, made[0])) == []
+        cache.sync_d(e)
+        assert names(asked(standin, lambda: cache.rollback(e, made[0], 0))) == ["set_counters"]
+
+
+def test_two_devices_copy_and_count_each_on_its_own_stream(make_dev: MakeDev, standin: StandIn) -> None:
+    devices = [make_dev("cuda", 0), make_dev("cuda", 1)]
+    with Cache.new_pp2(*devices, 3, tiny(), 32, policy=POLICY) as cache, cache.snapshot(devices[0]) as snap:
+        Feed(cache).step(3)
+        for given in devices:  # whichever is passed
+            cache.rollback(given, snap, 0)
+            calls = asked(standin, lambda given=given: cache.rollback(given, snap, 0))
+            for ordinal, device in enumerate(devices):
+                mine = [call for call in calls if call.device == ordinal]
+                assert names(mine)[-1:] == ["set_counters"]
+                assert set(names(mine)[:-1]) == {"cuMemcpyDtoDAsync"}
+                assert len(mine) <= 3
+                assert {call.stream for call in mine} == {device.stream.handle}
+
+
+# The clock
+
+
+def test_a_change_of_the_counters_is_one_launch(e: Any, standin: StandIn, cache: Cache) -> None:
+    Feed(cache).step(3)
+    assert names(asked(standin, lambda: cache.advance(e, 2))) == ["set_counters"]
+    assert names(asked(standin, lambda: cache.sync_d(e))) == ["set_counters"]
+    assert names(asked(standin, lambda: cache.reset(e))) == ["cuMemsetD8Async", "set_counters"]
+    assert asked(standin, lambda: cache.advance(e, 0)) == []
+    with Cache.new(e, attention_only(120), 32, policy=POLICY) as many:
+        many.advance(e, 5)
+        assert names(asked(standin, lambda: many.truncate(e, 3))) == ["set_counters"]
+
+
+def test_every_operation_is_one_launch_on_the_owners_stream(e: Any, standin: StandIn, cache: Cache) -> None:
+    e.kernels.plan("dequant_kv")  # the others are loaded by a step
+    for rows in (1, 3):
+        cache.reset(e)
+        Feed(cache).step(rows)
+        k, v, x, out = (put(e, np.ones((rows, 128), np.float32)) for _ in range(4))
+        w = put(e, np.ones((128, 4), np.float32))
+        alpha, beta_raw, g_log, beta = (put(e, np.ones((rows, 2), np.float32)) for _ in range(4))
+        dt_bias, a = (put(e, np.ones(2, np.float32)) for _ in range(2))
+        q, key, value, y = (put(e, np.ones((rows, 2, 32), np.float32)) for _ in range(4))
+        operands = (q, key, value, g_log, beta)
+        for name, call in {
+            "append_kv": lambda k=k, v=v: ops.append_kv(e, cache, 3, k, v),
+            "dequant_kv": lambda k=k, v=v, n=rows: ops.dequant_kv(e, cache, 3, 0, n, k, v),
+            "conv_update": lambda x=x, w=w, out=out: ops.conv_update(e, cache, 0, x, w, out),
+            "gdn_prep": lambda x=out, ins=(alpha, beta_raw, dt_bias, a), outs=operands: ops.gdn_prep(
+                e, cache, 0, x, *ins, *outs, eps=1e-6
+            ),
+            "gdn_scan": lambda ins=operands, y=y: ops.gdn_scan(e, cache, 0, *ins, y, scale=1.0),
+        }.items():
+            calls = asked(standin, call)
+            assert [(c.name, c.kernel, c.stream) for c in calls] == [("cuLaunchKernel", name, e.stream.handle)]
+        cache.advance(e, rows)
+
+
+def test_nothing_but_reading_waits(e: Any, standin: StandIn, cache: Cache) -> None:
+    standin.clear_trace()
+    feed = Feed(cache)
+    feed.step(3)
+    snap = cache.snapshot(e)
+    feed.step(2)
+    cache.rollback(e, snap, 1)
+    feed.step(1)
+    cache.sync_d(e)
+    cache.clear_health()
+    cache.reset(e)
+    snap.close()
+    assert [call.name for call in standin.trace() if call.name in WAITS or "DtoH" in call.name] == []
+    cache.digest()
+    assert standin.calls("cuStreamSynchronize") != []
+
+
+def test_no_operation_allocates(e: Any, standin: StandIn, cache: Cache) -> None:
+    feed = Feed(cache)
+    feed.step(2)
+    with cache.snapshot(e) as snap:
+        feed.step(2)
+        cache.rollback(e, snap, 0)
+        row, out = put(e, np.ones((1, 128), np.float32)), put(e, np.ones((1, 128), np.float32))
+        w = put(e, np.ones((128, 4), np.float32))
+        standin.clear_trace()
+        ops.append_kv(e, cache, 3, row, row)
+        ops.conv_update(e, cache, 0, row, w, out)
+        cache.advance(e)
+        cache.snapshot_into(e, snap)
+        cache.rollback(e, snap, 0)
+        cache.reset(e)
+        assert standin.calls(*ALLOCATIONS, "cuMemFree", "cuMemFreeAsync") == []
+
+
+@pytest.mark.parametrize("arena", [True, False], ids=["arena", "planes"])
+def test_a_buffer_of_no_bytes_never_reaches_the_driver(make_dev: MakeDev, standin: StandIn, arena: bool) -> None:
+    e = make_dev("cuda", arena=arena)
+    cfg = tiny(ssm=SsmConfig(conv_kernel=1, state_size=32, time_step_rank=2, group_count=1))
+    standin.clear_trace()
+    with Cache.new(e, cfg, 4, policy=POLICY) as cache, cache.snapshot(e) as snap:
+        feed = Feed(cache)
+        feed.step(2)
+        cache.snapshot_into(e, snap)
+        feed.step(0)
+        feed.step(1)
+        cache.rollback(e, snap, 0)
+        cache.digest()
+        cache.reset(e)
+    memory = [call for call in standin.trace() if call.name.startswith(("cuMemcpy", "cuMemset", "cuMemAlloc"))]
+    assert memory
+    assert all(call.bytes for call in memory)
+
+
+def test_the_digest_reads_each_plane_once_and_not_the_part_beyond_len(e: Any, standin: StandIn, cache: Cache) -> None:
+    Feed(cache).step(3)
+    calls = [call for call in asked(standin, cache.digest) if call.name == "cuMemcpyDtoHAsync"]
+    state = [128 * 3 * 4, 2 * 32 * 32 * 4] * 3
+    assert [call.bytes for call in calls] == [*state, 4, 3 * 4 * 34, 3 * 4 * 24] * 2
