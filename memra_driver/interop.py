@@ -60,7 +60,7 @@ def operand(
     if found.dtype not in wanted:
         raise ArrayError(f"{name} has dtype {found.dtype}; it takes {' or '.join(str(dtype) for dtype in wanted)}")
     per_row = prod(columns)
-    text = f"[{'rows' if rows is None else rows}, {', '.join(map(str, columns))}]"
+    text = f"[{', '.join(map(str, ('rows' if rows is None else rows, *columns)))}]"
     if shape is not None and (len(shape) != len(columns) + 1 or tuple(shape[1:]) != tuple(columns)):
         raise ArrayError(f"{name} has shape {list(shape)}; it takes {text}")
     if found.len % per_row or (rows is not None and found.len != rows * per_row):
@@ -74,12 +74,7 @@ def operand(
 
 def vector(value: Any, name: str, length: int, device: int) -> Operand:
     """A one-dimensional f32 input of exactly `length` elements, as `operand` checks it."""
-    if isinstance(value, np.ndarray) or (hasattr(value, "__cuda_array_interface__") and not hasattr(value, "ptr")):
-        shape = tuple(value.shape)
-        if shape != (length,):
-            raise ArrayError(f"{name} has shape {list(shape)}; it takes [{length}]")
-        value = value.reshape(length, 1)
-    return operand(value, name, (1,), (np.float32,), device, rows=length, out=False)
+    return operand(value, name, (), (np.float32,), device, rows=length, out=False)
 
 
 def refuse_overlap(outputs: dict[str, Operand], inputs: dict[str, Operand]) -> None:

@@ -39,6 +39,7 @@ def append_kv(e: Any, cache: Cache, il: int, k_rows: Any, v_rows: Any) -> None:
     k = _rows(e, k_rows, "k_rows", (layer.kv_dim_k,))
     rows = k.len // layer.kv_dim_k
     v = _rows(e, v_rows, "v_rows", (layer.kv_dim_v,), rows)
+    refuse_overlap({"k": layer.k, "v": layer.v}, {"k_rows": k, "v_rows": v})
     if rows == 0:
         return
     with cache.step_op(e, il, StepOp.APPEND, rows):
@@ -85,7 +86,7 @@ def conv_update(e: Any, cache: Cache, il: int, x: Any, w: Any, out: Any) -> None
     rows = inputs.len // layer.conv_dim
     weights = _rows(e, w, "w", (layer.d_conv,), layer.conv_dim)
     result = _rows(e, out, "out", (layer.conv_dim,), rows, out=True)
-    refuse_overlap({"out": result}, {"x": inputs, "w": weights})
+    refuse_overlap({"out": result, "conv_state": layer.conv_state}, {"x": inputs, "w": weights})
     if rows == 0:
         return
     with cache.step_op(e, il, StepOp.CONV, rows):
@@ -148,7 +149,7 @@ def gdn_scan(
     for name, value in (("g_log", g_log), ("beta", beta)):
         inputs[name] = _rows(e, value, name, (heads,), rows)
     result = _rows(e, out, "out", (heads, size), rows, out=True)
-    refuse_overlap({"out": result}, inputs)
+    refuse_overlap({"out": result, "ssm_state_alt": layer.ssm_state_alt}, inputs | {"ssm_state": layer.ssm_state})
     if rows == 0:
         return
     with cache.step_op(e, il, StepOp.SCAN, rows):
