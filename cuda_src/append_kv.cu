@@ -73,14 +73,27 @@ static __device__ void encode(uint8_t* bytes, int index, int format, float x, in
     memra_report_any(saturated, health, MEMRA_FAULT_FP8_SATURATED, layer, slot);
 }
 
-// k_rows (rows, kv_dim_k), v_rows (rows, kv_dim_v); k, v: token t at byte t * tok_bytes.
+// k_rows (n_seqs, rows, kv_dim_k), v_rows (n_seqs, rows, kv_dim_v); k, v: token t at byte t * tok_bytes.
 // len >= 0: the length to store; -1: the larger of the old one and slot + rows.
 extern "C" __global__ void __launch_bounds__(256) append_kv(
         const float* k_rows, const float* v_rows, uint8_t* k, uint8_t* v, int* len_d, const int* pos_d,
         long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,
-        long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, memra_health* health, int layer) {
+        long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, const memra_seq* seqs, int n_seqs,
+        memra_health* health, int layer) {
+    const int lane = threadIdx.x & 31;
+    const int blocks_k = kv_dim_k / MEMRA_BLOCK, blocks = blocks_k + kv_dim_v / MEMRA_BLOCK;
+    const long long all = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, per_seq = (long long)rows * blocks;
+    const long long seq = all / per_seq, index = all - seq * per_seq;
+    if (seq >= n_seqs) return;
+    if (seqs) {
+        k = (uint8_t*)seqs[seq].k;
+        v = (uint8_t*)seqs[seq].v;
+        len_d = (int*)seqs[seq].len_d;
+        pos_d = (const int*)seqs[seq].pos_d;
+        health = (memra_health*)seqs[seq].health;
+    }
     const long long first = memra_slot(pos_d, slot);
-    const bool leader = blockIdx.x == 0 && threadIdx.x == 0;
+    const bool leader = index == 0 && lane == 0;
     if (first < 0 || first + rows > max_ctx) {
         if (leader) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, first, 1);
         return;
@@ -89,18 +102,14 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
         const int end = (int)(first + rows);
         *len_d = len >= 0 ? len : *len_d > end ? *len_d : end;
     }
-    const int lane = threadIdx.x & 31;
-    const int blocks_k = kv_dim_k / MEMRA_BLOCK, blocks = blocks_k + kv_dim_v / MEMRA_BLOCK;
-    const long long index = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const long long row = index / blocks;
-    if (row >= rows) return;
+    const long long row = index / blocks, input = seq * rows + row;
     const int block = (int)(index - row * blocks);
     const long long at = first + row;
     if (block < blocks_k) {
-        const float x = k_rows[row * kv_dim_k + block * MEMRA_BLOCK + lane];
+        const float x = k_rows[input * kv_dim_k + block * MEMRA_BLOCK + lane];
         encode(k + at * k_tok_bytes, block, k_format, x, lane, health, layer, at);
     } else {
-        const float x = v_rows[row * kv_dim_v + (block - blocks_k) * MEMRA_BLOCK + lane];
+        const float x = v_rows[input * kv_dim_v + (block - blocks_k) * MEMRA_BLOCK + lane];
         encode(v + at * v_tok_bytes, block - blocks_k, v_format, x, lane, health, layer, at);
     }
 }

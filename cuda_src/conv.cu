@@ -7,15 +7,26 @@
 #define TAPS 8
 #define ROWS 16  // rows of one channel that a thread walks; at least the longest ring
 
-// x, out (rows, conv_dim); w (conv_dim, d_conv), w[0] times the oldest input; out has SiLU applied.
-// Blocks: the channels in runs of 128, then the same for the next ROWS rows. Only a thread of the first
-// rows touches the ring; later ones find the inputs before theirs in x.
+// x, out (n_seqs, rows, conv_dim); w (conv_dim, d_conv), w[0] times the oldest input; out has SiLU applied.
+// tape not null: x is copied there and the ring stays as it is, for a commit to rebuild.
+// Blocks: the channels in runs of 128, then the same for the next ROWS rows, then the next sequence. Only a thread
+// of the first rows touches the ring; later ones find the inputs before theirs in x.
 extern "C" __global__ void __launch_bounds__(128) conv_update(
-        const float* x, const float* w, float* conv_state, float* out, const int* pos_d,
-        long long slot, int rows, int conv_dim, int d_conv, memra_health* health, int layer) {
-    const int channel_blocks = (conv_dim + 127) / 128;
+        const float* x, const float* w, float* conv_state, float* out, float* tape, const int* pos_d,
+        long long slot, int rows, int conv_dim, int d_conv, const memra_seq* seqs, int n_seqs,
+        memra_health* health, int layer) {
+    const int channel_blocks = (conv_dim + 127) / 128, row_blocks = (rows + ROWS - 1) / ROWS;
     const int c = (int)(blockIdx.x % channel_blocks) * 128 + (int)threadIdx.x;
-    const long long start = (long long)(blockIdx.x / channel_blocks) * ROWS;
+    const long long start = (long long)(blockIdx.x / channel_blocks % row_blocks) * ROWS;
+    const int seq = (int)(blockIdx.x / channel_blocks / row_blocks);
+    if (seq >= n_seqs) return;
+    if (seqs) {
+        conv_state = (float*)seqs[seq].conv_state;
+        pos_d = (const int*)seqs[seq].pos_d;
+        health = (memra_health*)seqs[seq].health;
+    }
+    x += (long long)seq * rows * conv_dim;
+    out += (long long)seq * rows * conv_dim;
     const int count = rows - start < ROWS ? (int)(rows - start) : ROWS;
     const int pad = d_conv - 1, skip = TAPS - d_conv;  // taps below `skip` do not exist
     float* ring = conv_state + (long long)c * pad;
@@ -33,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
         for (int r = 0; r < count; r++) {
             const float newest = x[(start + r) * conv_dim + c];
             bad |= (memra_finite(newest) ? 0u : 1u) << r;
+            if (tape) tape[(start + r) * conv_dim + c] = newest;
 #pragma unroll
             for (int i = 0; i < TAPS - 1; i++) window[i] = window[i + 1];
             window[TAPS - 1] = newest;
@@ -41,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
             for (int i = 0; i < TAPS; i++) sum = i >= skip ? __fmaf_rn(window[i], weight[i], sum) : sum;
             out[(start + r) * conv_dim + c] = __fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum)));
         }
-        if (start == 0) {
+        if (start == 0 && !tape) {
             // Ascending, so a column is read before it is overwritten (rows >= 1).
             for (int j = 0; j < pad; j++) {
                 ring[j] = rows + j < pad ? ring[rows + j] : x[(long long)(rows - pad + j) * conv_dim + c];

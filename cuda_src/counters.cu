@@ -1,7 +1,7 @@
-// set_counters: writes the device counters of a cache in stream order, the values riding in the launch.
+// set_counters, commit_counters: the device counters of a cache, in stream order.
 #include "device.cuh"
 
-// counters[i] = a where bit i of (a_hi:a_lo) is set, else b where bit i of (b_hi:b_lo) is set; i < 128.
+// The values ride in the launch: counters[i] = a where bit i of (a_hi:a_lo) is set, else b where bit i of (b_hi:b_lo) is set; i < 128.
 extern "C" __global__ void __launch_bounds__(128) set_counters(
         int* counters, int a, int b, long long a_lo, long long a_hi, long long b_lo, long long b_hi,
         memra_health* health, int layer) {
@@ -15,3 +15,19 @@ extern "C" __global__ void __launch_bounds__(128) set_counters(
     }
 }
 MEMRA_EXPORT(set_counters)
+
+// Ends a step of `rows` rows of which `accept` stand (accept_d, where not null, holds the count): counters[i] = pos + accept
+// where bit i of (mask_hi:mask_lo) is set, i < 128; then, if move_pos, pos += accept.
+extern "C" __global__ void __launch_bounds__(128) commit_counters(
+        int* counters, int* pos_d, const int* accept_d, int accept, int rows, long long mask_lo, long long mask_hi,
+        int move_pos, memra_health* health, int layer) {
+    const int i = threadIdx.x, taken = accept_d ? *accept_d : accept, end = *pos_d + taken;
+    if (taken < 0 || taken > rows) {
+        if (i == 0 && move_pos) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, *pos_d, 1);
+        return;
+    }
+    if ((unsigned long long)(i < 64 ? mask_lo : mask_hi) >> (i & 63) & 1) counters[i] = end;
+    __syncthreads();  // everybody has read pos
+    if (i == 0 && move_pos) *pos_d = end;
+}
+MEMRA_EXPORT(commit_counters)

@@ -13,6 +13,7 @@
 #define MEMRA_EXPORT(kernel) MEMRA_CPU_EXPORT(kernel)  // a launcher under a C name
 #else
 #define MEMRA_EXPORT(kernel)
+#define MEMRA_DYN_SHARED(T, name) extern __shared__ __align__(16) T name[]
 #endif
 
 #if defined(__CUDA_ARCH__)

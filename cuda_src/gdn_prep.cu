@@ -8,17 +8,22 @@
 static __device__ float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
 static __device__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// q, k, v (rows, num_v, state_size); alpha, beta_raw, g_log, beta (rows, num_v); dt_bias, a (num_v).
+// q, k, v (n_seqs, rows, num_v, state_size); alpha, beta_raw, g_log, beta (n_seqs, rows, num_v); dt_bias, a (num_v).
 extern "C" __global__ void __launch_bounds__(128) gdn_prep(
         const float* conv_out, const float* alpha, const float* beta_raw, const float* dt_bias, const float* a,
         float* q, float* k, float* v, float* g_log, float* beta, const int* pos_d, long long slot,
-        int rows, int num_k, int num_v, int state_size, float eps, memra_health* health, int layer) {
+        int rows, int num_k, int num_v, int state_size, float eps, const memra_seq* seqs, int n_seqs,
+        memra_health* health, int layer) {
     const int lane = threadIdx.x, warp = threadIdx.y;
-    const long long head = blockIdx.x;  // (row, value head)
-    const long long row = head / num_v;
+    const long long head = blockIdx.x;  // (sequence, row, value head)
+    const long long row = head / num_v, seq = row / rows;
     const int vh = (int)(head - row * num_v), kh = vh % num_k;
-    if (row >= rows) return;
-    const long long at = memra_slot(pos_d, slot) + row;
+    if (seq >= n_seqs) return;
+    if (seqs) {
+        pos_d = (const int*)seqs[seq].pos_d;
+        health = (memra_health*)seqs[seq].health;
+    }
+    const long long at = memra_slot(pos_d, slot) + row - seq * rows;
 
     if (warp == 3) {
         if (lane != 0) return;

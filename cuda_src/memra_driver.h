@@ -225,6 +225,25 @@ MEMRA_FIELD(memra_health, first, 40);
 MEMRA_FIELD(memra_health, flags, 80);
 MEMRA_FIELD(memra_health, reserved, 84);
 
+/* One sequence of a batch at one layer: addresses on the device; those that the layer lacks are 0. */
+typedef struct memra_seq {
+    uint64_t k;
+    uint64_t v;
+    uint64_t len_d;
+    uint64_t conv_state;
+    uint64_t ssm_state;
+    uint64_t pos_d;
+    uint64_t health;
+} memra_seq;
+MEMRA_SIZE(memra_seq, 56);
+MEMRA_FIELD(memra_seq, k, 0);
+MEMRA_FIELD(memra_seq, v, 8);
+MEMRA_FIELD(memra_seq, len_d, 16);
+MEMRA_FIELD(memra_seq, conv_state, 24);
+MEMRA_FIELD(memra_seq, ssm_state, 32);
+MEMRA_FIELD(memra_seq, pos_d, 40);
+MEMRA_FIELD(memra_seq, health, 48);
+
 /* One entry of copy_many's table. */
 typedef struct memra_copy {
     uint64_t dst;

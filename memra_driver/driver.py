@@ -350,6 +350,12 @@ def kernel_get_param_info(kernel: int) -> list[tuple[int, int]]:
         params.append((int(result[1]), int(result[2])))
 
 
+def kernel_set_attribute(name: str, value: int, kernel: int, device: int) -> None:
+    """Sets a CU_FUNC_ATTRIBUTE_ of a kernel on one device."""
+    attribute = getattr(_cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    _call("cuKernelSetAttribute", attribute, value, kernel, device, shown=f"{name}, {value}")
+
+
 def launch_kernel(
     kernel: int,
     grid: tuple[int, int, int],

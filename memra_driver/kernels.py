@@ -12,6 +12,7 @@ record of its cache (`health`, may be null) and the layer that it works for.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,38 @@ Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, d
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
 SCAN_WARPS = 4  # columns of the state per block of gdn_scan, one warp each
+ATTEND_TILE = 64  # keys that are summed together
+ATTEND_GROUPS = 132  # tile j belongs to group j mod ATTEND_GROUPS
+ATTEND_PAD = 8
+ATTEND_WIDTHS = (64, 128, 192, 256, 512)
+ATTEND_SHARED_BYTES = 99 << 10  # the smallest limit of a block among GPUs from sm_80 on
+ATTEND_COLUMNS = {f"attend_{width}": 8 for width in ATTEND_WIDTHS} | {
+    f"attend_{width}_wide": 32 for width in ATTEND_WIDTHS if width <= 256
+}
+ATTEND_PARAMS = (
+    "const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,"
+    " long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,"
+    " long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,"
+    " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
+)
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def attend_shared_bytes(columns: int, head_dim_k: int, head_dim_v: int) -> int:
+    """Shared memory of an attend block; struct Shared in attend.cuh is its layout."""
+    tile = ATTEND_TILE * (max(head_dim_k, head_dim_v) + ATTEND_PAD)
+    query = 2 * columns * (head_dim_k + ATTEND_PAD)
+    weight = columns * (ATTEND_TILE + ATTEND_PAD)
+    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k // 32 + columns * (ATTEND_TILE + 2) + 1)
+
+
+def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
+    chunks = _ceil_div(a["rows"] * (a["n_head"] // a["n_head_kv"]), columns)
+    blocks = a["n_seqs"] * chunks * a["n_head_kv"] * ATTEND_GROUPS
+    return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
 
 
 def _line(blocks: int, threads: int) -> Shape:
@@ -46,6 +75,7 @@ class Kernel:
     source: str
     declaration: str
     shape: Callable[[dict[str, Any]], Shape]
+    big_shared: bool = False  # may need more shared memory than a kernel gets without asking
 
     @property
     def params(self) -> tuple[tuple[str, str], ...]:
@@ -65,8 +95,8 @@ KERNELS: dict[str, Kernel] = {
             "const float* k_rows, const float* v_rows, uint8_t* k, uint8_t* v, int* len_d, const int* pos_d,"
             " long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,"
             " long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,"
-            " memra_health* health, int layer",
-            lambda a: _line(_ceil_div(a["rows"] * ((a["kv_dim_k"] + a["kv_dim_v"]) // 32), 8), 256),
+            " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
+            lambda a: _line(_ceil_div(a["n_seqs"] * a["rows"] * ((a["kv_dim_k"] + a["kv_dim_v"]) // 32), 8), 256),
         ),
         # Rows start .. start+rows-1 as f32 (out_bf16 = 0) or bf16, [rows, kv_dim] each.
         Kernel(
@@ -79,12 +109,14 @@ KERNELS: dict[str, Kernel] = {
             lambda a: _line(_ceil_div(a["rows"] * ((a["kv_dim_k"] + a["kv_dim_v"]) // 32), 8), 256),
         ),
         # x, out (rows, conv_dim); w (conv_dim, d_conv); conv_state (conv_dim, d_conv - 1), which rolls. SiLU applied.
+        # tape: where to copy x, leaving the ring as it is, or null.
         Kernel(
             "conv_update",
             "conv.cu",
-            "const float* x, const float* w, float* conv_state, float* out, const int* pos_d,"
-            " long long slot, int rows, int conv_dim, int d_conv, memra_health* health, int layer",
-            lambda a: _line(_ceil_div(a["conv_dim"], 128) * _ceil_div(a["rows"], CONV_ROWS), 128),
+            "const float* x, const float* w, float* conv_state, float* out, float* tape, const int* pos_d,"
+            " long long slot, int rows, int conv_dim, int d_conv, const memra_seq* seqs, int n_seqs,"
+            " memra_health* health, int layer",
+            lambda a: _line(a["n_seqs"] * _ceil_div(a["conv_dim"], 128) * _ceil_div(a["rows"], CONV_ROWS), 128),
         ),
         # conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself).
         # The count comes from accept_d when not null.
@@ -102,18 +134,19 @@ KERNELS: dict[str, Kernel] = {
             "const float* conv_out, const float* alpha, const float* beta_raw, const float* dt_bias,"
             " const float* a, float* q, float* k, float* v, float* g_log, float* beta,"
             " const int* pos_d, long long slot, int rows, int num_k, int num_v, int state_size, float eps,"
-            " memra_health* health, int layer",
-            lambda a: (((a["rows"] * a["num_v"]), 1, 1), (32, 4, 1), 0),
+            " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
+            lambda a: ((a["n_seqs"] * a["rows"] * a["num_v"], 1, 1), (32, 4, 1), 0),
         ),
         # state_in, state_out (num_v, state_size columns, state_size rows); may be equal: a warp owns its column.
-        # out (rows, num_v, state_size); null: discarded.
+        # out (rows, num_v, state_size); null: discarded. tape: where to copy the operands, or null.
         Kernel(
             "gdn_scan",
             "gdn_scan.cu",
             "const float* q, const float* k, const float* v, const float* g_log, const float* beta,"
-            " const float* state_in, float* state_out, float* out, const int* pos_d, long long slot,"
-            " int rows, int num_v, int state_size, float scale, memra_health* health, int layer",
-            lambda a: ((a["num_v"] * (a["state_size"] // SCAN_WARPS), 1, 1), (32, SCAN_WARPS, 1), 0),
+            " const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows,"
+            " int num_v, int state_size, float scale, const memra_seq* seqs, int n_seqs,"
+            " memra_health* health, int layer",
+            lambda a: ((a["n_seqs"] * a["num_v"] * (a["state_size"] // SCAN_WARPS), 1, 1), (32, SCAN_WARPS, 1), 0),
         ),
         # counters[i] = a where bit i of (a_hi:a_lo) is set, = b where bit i of (b_hi:b_lo) is set; i < 128.
         Kernel(
@@ -123,6 +156,14 @@ KERNELS: dict[str, Kernel] = {
             " memra_health* health, int layer",
             lambda a: _line(1, 128),
         ),
+        # counters[i] = *pos_d + accept for the mask's bits; then, if move_pos, *pos_d += accept.
+        Kernel(
+            "commit_counters",
+            "counters.cu",
+            "int* counters, int* pos_d, const int* accept_d, int accept, int rows, long long mask_lo,"
+            " long long mask_hi, int move_pos, memra_health* health, int layer",
+            lambda a: _line(1, 128),
+        ),
         # n copies of any size and alignment; entries must not overlap.
         Kernel(
             "copy_many",
@@ -130,8 +171,36 @@ KERNELS: dict[str, Kernel] = {
             "const memra_copy* table, int n, memra_health* health, int layer",
             lambda a: _line(a["n"] * COPY_BLOCKS, 256),
         ),
+        # Partial sums of attention by groups of key tiles; one entry per width of V, wide ones for many columns.
+        *(
+            Kernel(name, "attend.cu", ATTEND_PARAMS, functools.partial(_attend_shape, columns), big_shared=True)
+            for name, columns in ATTEND_COLUMNS.items()
+        ),
+        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + 2) -> out (n_seqs, rows, n_head, head_dim_v).
+        Kernel(
+            "attend_combine",
+            "attend_combine.cu",
+            "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
+            " int n_head, int head_dim_v, int window, const memra_seq* seqs, int n_seqs,"
+            " memra_health* health, int layer",
+            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"], 128),
+        ),
     )
 }
+
+
+def attend_kernel(head_dim_k: int, head_dim_v: int, columns: int) -> str:
+    """The entry of attend for a width of V and a number of columns (rows * query heads per K/V head)."""
+    width = next(width for width in ATTEND_WIDTHS if head_dim_v <= width)
+    narrow, wide = f"attend_{width}", f"attend_{width}_wide"
+    fits = wide in ATTEND_COLUMNS and attend_shared_bytes(32, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES
+    return wide if columns > 8 and fits else narrow
+
+
+def attend_part_bytes(rows: int, n_head: int, head_dim_v: int) -> int:
+    """Bytes of attend's partial sums for one sequence."""
+    return 4 * rows * n_head * ATTEND_GROUPS * (head_dim_v + 2)
+
 
 _CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
@@ -172,10 +241,11 @@ class LaunchPlan:
 
 
 class KernelSet:
-    """The kernels of one architecture, compiled or found in the cache at their first use."""
+    """The kernels of one device (arch, CUdevice), compiled or found in the cache at their first use."""
 
-    def __init__(self, arch: str) -> None:
+    def __init__(self, arch: str, device: int) -> None:
         self.arch = arch
+        self.device = device
         self._libraries: dict[str, int] = {}
         self._plans: dict[str, LaunchPlan] = {}
 
@@ -200,6 +270,8 @@ class KernelSet:
             library = driver.library_load_data(nvrtc.compile_cubin(kernel.source, self.arch))
             self._libraries[kernel.source] = library
         plan = LaunchPlan(kernel, driver.library_get_kernel(library, kernel.name))
+        if kernel.big_shared:
+            driver.kernel_set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", ATTEND_SHARED_BYTES, plan.handle, self.device)
         try:
             found = driver.kernel_get_param_info(plan.handle)
         except UnsupportedDriver:

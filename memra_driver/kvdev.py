@@ -13,13 +13,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from memra_driver import driver, reference
+from memra_driver import driver, reference, reference_attend
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
 from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch
 from memra_driver.kernels import KERNELS, KernelSet
@@ -54,6 +54,15 @@ class KvDev(Protocol[S]):
 
     def set_i32_one(self, d: S, v: int) -> None:
         """Element 0 of an i32 slice, in place."""
+
+
+def _twin(name: str) -> Callable[..., None]:
+    """The NumPy twin of a kernel; all widths of attend have one."""
+    if name.startswith("attend"):
+        found = reference_attend.attend_combine if name == "attend_combine" else reference_attend.attend
+    else:
+        found = getattr(reference, name)
+    return found
 
 
 class _SliceDev:
@@ -139,7 +148,7 @@ class CudaDev(_SliceDev):
         try:
             self.stream = stream if isinstance(stream, CudaStream) else CudaStream(self.context, stream)
             self._owns_stream = self.stream is not stream
-            self.kernels = KernelSet(self.context.arch)
+            self.kernels = KernelSet(self.context.arch, driver.device_get(device))
         except BaseException:
             if self._owns_context:
                 self.context.close()
@@ -247,7 +256,7 @@ class HostDev(_SliceDev):
             if kind.endswith("*") and value is not None:
                 value = HostMemory.array(value.ptr, value.len, value.dtype)
             values.append(value)
-        getattr(reference, name)(*values)
+        _twin(name)(*values)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         """Copies between host addresses."""

@@ -47,7 +47,7 @@ def append_kv(e: Any, cache: Cache, il: int, k_rows: Any, v_rows: Any) -> None:
         e.launch(
             "append_kv", k, v, layer.k, layer.v, layer.len_d, None, cache.pos, rows, length, cache.max_ctx,
             layer.kv_dim_k, layer.kv_dim_v, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format,
-            cache.health_d(il), il,
+            None, 1, cache.health_d(il), il,
         )  # fmt: skip
         layer.len = length
 
@@ -91,8 +91,8 @@ def conv_update(e: Any, cache: Cache, il: int, x: Any, w: Any, out: Any) -> None
         return
     with cache.step_op(e, il, StepOp.CONV, rows):
         e.launch(
-            "conv_update", inputs, weights, layer.conv_state, result, None, cache.pos, rows, layer.conv_dim,
-            layer.d_conv, cache.health_d(il), il,
+            "conv_update", inputs, weights, layer.conv_state, result, None, None, cache.pos, rows, layer.conv_dim,
+            layer.d_conv, None, 1, cache.health_d(il), il,
         )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def gdn_prep(
         return
     e.launch(
         "gdn_prep", *inputs.values(), *outputs.values(), None, cache.pos, rows, layer.num_k, heads, size, eps,
-        cache.health_d(il), il,
+        None, 1, cache.health_d(il), il,
     )  # fmt: skip
 
 
@@ -154,8 +154,8 @@ def gdn_scan(
         return
     with cache.step_op(e, il, StepOp.SCAN, rows):
         e.launch(
-            "gdn_scan", *inputs.values(), layer.ssm_state, layer.ssm_state_alt, result, None, cache.pos, rows, heads,
-            size, scale, cache.health_d(il), il,
+            "gdn_scan", *inputs.values(), layer.ssm_state, layer.ssm_state_alt, result, None, None, rows, heads, size,
+            scale, None, 1, cache.health_d(il), il,
         )  # fmt: skip
         layer.swap()
 

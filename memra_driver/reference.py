@@ -19,28 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memra_driver.formats import BLOCK, FORMATS, FP8_MAX_IN, BlockFormat, bf16_bits
+from memra_driver.formats import BLOCK, FP8_MAX_IN, BlockFormat, bf16_bits
 from memra_driver.health import Fault
+from memra_driver.reference_common import BY_CODE, F32, I32, U8, U64, Mask, batched, k_bytes, report, v_bytes
 
-F32 = NDArray[np.float32]
-I32 = NDArray[np.int32]
-U8 = NDArray[np.uint8]
-Mask = NDArray[np.bool_]
-
-_BY_CODE = {fmt.code: fmt for fmt in FORMATS.values()}
 _ONE = np.float32(1)
 _SCAN_ELEMENTS = 1 << 17  # state elements that gdn_scan works on at a time: they stay in the cache of the CPU
-
-
-def report(health: U8 | None, kind: Fault, layer: int, slot: int, count: int) -> None:
-    """Adds `count` faults, the first at position `slot`, to the record (`memra_health`); None: dropped."""
-    if health is None:
-        return
-    words = health.view(np.uint64)
-    words[kind] = (int(words[kind]) + count) % 2**64
-    key = (max(slot, 0) << 16 | layer) % 2**64
-    words[5 + kind] = max(int(words[5 + kind]), 2**64 - 1 - key)
-    health[80:84].view(np.uint32)[0] |= 1 << kind
 
 
 def _report_groups(health: U8 | None, kind: Fault, layer: int, slot: int, bad: Mask) -> None:
@@ -80,10 +64,11 @@ def _append_faults(health: U8 | None, layer: int, slot: int, fmt: BlockFormat, x
         _report_groups(health, Fault.SCALE_OVERFLOW, layer, slot, infinite)
 
 
+@batched(("k_rows", "v_rows"), k=k_bytes, v=v_bytes, len_d=lambda a: 1)
 def append_kv(
     k_rows: F32, v_rows: F32, k: U8, v: U8, len_d: I32, pos_d: I32 | None, slot: int, rows: int, len: int, max_ctx: int,
     kv_dim_k: int, kv_dim_v: int, k_tok_bytes: int, v_tok_bytes: int, k_format: int, v_format: int,
-    health: U8 | None, layer: int,
+    seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
 ) -> None:
     """Quantises rows into slots slot .. slot+rows-1 and sets len_d: `len`, or for -1 max(len_d, slot + rows)."""
     slot = _slot(pos_d, slot)
@@ -94,7 +79,7 @@ def append_kv(
         (k_rows, k, kv_dim_k, k_tok_bytes, k_format),
         (v_rows, v, kv_dim_v, v_tok_bytes, v_format),
     ):
-        fmt = _BY_CODE[code]
+        fmt = BY_CODE[code]
         x = source[: rows * dim].reshape(rows, dim)
         stored = fmt.encode(x)
         cache[slot * tok_bytes : (slot + rows) * tok_bytes].reshape(rows, tok_bytes)[:, : stored.shape[1]] = stored
@@ -115,17 +100,21 @@ def dequant_kv(
         (k, k_out, kv_dim_k, k_tok_bytes, k_format),
         (v, v_out, kv_dim_v, v_tok_bytes, v_format),
     ):
-        fmt = _BY_CODE[code]
+        fmt = BY_CODE[code]
         tokens = cache[start * tok_bytes : (start + rows) * tok_bytes].reshape(rows, tok_bytes)
         values = fmt.decode(tokens[:, : dim // BLOCK * fmt.block_bytes]).reshape(-1)
         out[: rows * dim] = bf16_bits(values) if out_bf16 else values
 
 
+@batched(("x", "out"), conv_state=lambda a: a["conv_dim"] * (a["d_conv"] - 1))
 def conv_update(
-    x: F32, w: F32, conv_state: F32, out: F32, pos_d: I32 | None, slot: int, rows: int, conv_dim: int, d_conv: int,
-    health: U8 | None, layer: int,
+    x: F32, w: F32, conv_state: F32, out: F32, tape: F32 | None, pos_d: I32 | None, slot: int, rows: int, conv_dim: int,
+    d_conv: int, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
 ) -> None:
-    """out = SiLU(causal depthwise convolution of the ring and x); the ring then holds the last d_conv - 1 inputs."""
+    """out = SiLU(causal depthwise convolution of the ring and x); the ring then holds the last d_conv - 1 inputs.
+
+    With a tape, x is copied there and the ring stays.
+    """
     x = x[: rows * conv_dim].reshape(rows, conv_dim)
     ring = conv_state[: conv_dim * (d_conv - 1)].reshape(conv_dim, d_conv - 1)
     taps = np.ascontiguousarray(w[: conv_dim * d_conv].reshape(conv_dim, d_conv).T)
@@ -135,7 +124,10 @@ def conv_update(
         for j in range(d_conv):
             total += history[j : j + rows] * taps[j]
         np.divide(total, _ONE + np.exp(-total), out=out[: rows * conv_dim].reshape(rows, conv_dim))
-    ring[:] = history[rows:].T
+    if tape is None:
+        ring[:] = history[rows:].T
+    else:
+        tape[: x.size] = x.reshape(-1)
     _nonfinite(health, layer, _slot(pos_d, slot), x)
 
 
@@ -165,10 +157,11 @@ def _lane_sum(products: F32) -> F32:
     return lanes[..., :1]
 
 
+@batched(("conv_out", "alpha", "beta_raw", "q", "k", "v", "g_log", "beta"))
 def gdn_prep(
     conv_out: F32, alpha: F32, beta_raw: F32, dt_bias: F32, a: F32, q: F32, k: F32, v: F32, g_log: F32, beta: F32,
     pos_d: I32 | None, slot: int, rows: int, num_k: int, num_v: int, state_size: int, eps: float,
-    health: U8 | None, layer: int,
+    seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
 ) -> None:
     """Splits conv_out into q, k (scaled to length 1; value head h takes key head h mod num_k) and v; makes the gates.
 
@@ -198,15 +191,25 @@ def gdn_prep(
             _report_groups(health, Fault.NONFINITE, layer, slot, ~finite.reshape(rows, num_v))
 
 
+@batched(("q", "k", "v", "g_log", "beta", "out"), ssm_state=lambda a: a["num_v"] * a["state_size"] ** 2)
 def gdn_scan(
-    q: F32, k: F32, v: F32, g_log: F32, beta: F32, state_in: F32, state_out: F32, out: F32 | None, pos_d: I32 | None,
-    slot: int, rows: int, num_v: int, state_size: int, scale: float, health: U8 | None, layer: int,
+    q: F32, k: F32, v: F32, g_log: F32, beta: F32, state_in: F32, state_out: F32, out: F32 | None, tape: F32 | None,
+    accept_d: I32 | None, rows: int, num_v: int, state_size: int, scale: float, seqs: U64 | None, n_seqs: int,
+    health: U8 | None, layer: int,
 ) -> None:
     """The gated delta rule, row after row. state_in may be state_out; out None: the outputs are dropped.
 
     Per row and head, S [column][row]: kv = S k; dl = beta (v - g kv); S = g S + dl k^T; out = scale S q,
-    g = exp(g_log).
+    g = exp(g_log). accept_d: only that many rows are taken. With a tape, the operands are copied there.
     """
+    if accept_d is not None:
+        if not 0 <= accept_d[0] <= rows:
+            report(health, Fault.BAD_ACCEPT, layer, 0, 1)
+            return
+        rows = int(accept_d[0])
+    if tape is not None:
+        operands = np.concatenate([q, k, v, g_log, beta])
+        tape[: operands.size] = operands
     size, shape = num_v * state_size, (num_v, state_size, state_size)
     # vectors over the rows of the state (rows, num_v, 1, S), over its columns (rows, num_v, S, 1), gates (.., 1, 1)
     q, k = (x[: rows * size].reshape(rows, num_v, 1, state_size) for x in (q, k))
@@ -246,6 +249,24 @@ def set_counters(
             counters[i] = a
         elif ((b_lo, b_hi)[i // 64] >> bit) & 1:
             counters[i] = b
+
+
+def commit_counters(
+    counters: I32, pos_d: I32, accept_d: I32 | None, accept: int, rows: int, mask_lo: int, mask_hi: int, move_pos: int,
+    health: U8 | None, layer: int,
+) -> None:
+    """counters[i] = pos + accept where bit i of (mask_hi:mask_lo) is set; then, if move_pos, pos += accept."""
+    taken = accept if accept_d is None else int(accept_d[0])
+    if not 0 <= taken <= rows:
+        if move_pos:
+            report(health, Fault.BAD_ACCEPT, layer, int(pos_d[0]), 1)
+        return
+    end = int(pos_d[0]) + taken
+    for i in range(128):
+        if (mask_lo, mask_hi)[i // 64] >> i % 64 & 1:
+            counters[i] = end
+    if move_pos:
+        pos_d[0] = end
 
 
 def copy_many(table: NDArray[np.uint64], n: int, health: U8 | None, layer: int) -> None:

@@ -1,0 +1,144 @@
+"""The NumPy twin of attend: partial sums by groups of key tiles, and their combination.
+
+The order is that of the kernels: tile j holds keys 64 j .. 64 j + 63 and belongs to group j mod 132; a group
+takes its tiles in ascending order; groups are folded in ascending order, eleven at a time, then the twelve
+results. Each column (one query head of one row) is worked on by itself over tiles of fixed shape, so neither the
+number of rows nor the live length changes a bit. Weights and decoded V are rounded to f16 as in the kernels; sums
+are NumPy's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memra_driver.formats import BLOCK
+from memra_driver.health import Fault
+from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE
+from memra_driver.reference_common import BY_CODE, F32, I32, U8, U64, batched, k_bytes, report, v_bytes
+
+TILE, GROUPS = ATTEND_TILE, ATTEND_GROUPS
+FOLD = 11
+LOG2E = np.float32(1.4426950408889634)
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+def first_key(last: int, window: int) -> int:
+    """The first key that a row at position `last` sees; window 0: all."""
+    return max(0, last - window + 1) if window > 0 else 0
+
+
+def groups_of(last: int, window: int) -> list[int]:
+    """The groups that hold a key for a row at position `last`, ascending."""
+    first = first_key(last, window) // TILE
+    tiles = last // TILE - first + 1
+    return [group for group in range(GROUPS) if (group - first) % GROUPS < tiles]
+
+
+@batched(("q", "part"), k=k_bytes, v=v_bytes)
+def attend(
+    q: F32, k: U8, v: U8, pos_d: I32 | None, slot: int, rows: int, max_ctx: int, n_head: int, n_head_kv: int,
+    head_dim_k: int, head_dim_v: int, k_tok_bytes: int, v_tok_bytes: int, k_format: int, v_format: int, scale: float,
+    window: int, part: F32, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
+) -> None:  # fmt: skip
+    """Partial sums (rows, n_head, GROUPS, head_dim_v + 2): weighted V, maximum (base 2), weight, of each group."""
+    pos = slot if pos_d is None else int(pos_d[0])
+    if pos < 0 or pos + rows > max_ctx:
+        report(health, Fault.SLOT_RANGE, layer, pos, 1)
+        return
+    gqa = n_head // n_head_kv
+    queries = q[: rows * n_head * head_dim_k].reshape(rows, n_head_kv, gqa, head_dim_k)
+    sums = part[: rows * n_head * GROUPS * (head_dim_v + 2)].reshape(rows, n_head_kv, gqa, GROUPS, head_dim_v + 2)
+    _report_queries(health, layer, pos, queries.reshape(rows, n_head, head_dim_k))
+    factor = np.float32(scale) * LOG2E
+    for row in range(rows):
+        for group in groups_of(pos + row, window):
+            sums[row, :, :, group, :head_dim_v] = 0
+            sums[row, :, :, group, head_dim_v] = MINUS_INFINITY
+            sums[row, :, :, group, head_dim_v + 1] = 0
+    first = first_key(pos, window) // TILE
+    with np.errstate(all="ignore"):
+        for tile in range(first, (pos + rows - 1) // TILE + 1):
+            stop = min((tile + 1) * TILE, pos + rows)
+            keys = _decoded(k, k_format, k_tok_bytes, tile * TILE, stop, n_head_kv, head_dim_k)
+            values = _decoded(v, v_format, v_tok_bytes, tile * TILE, stop, n_head_kv, head_dim_v)
+            values = values.astype(np.float16).astype(np.float32)
+            for row in range(rows):
+                at = np.arange(tile * TILE, (tile + 1) * TILE)
+                seen = (at <= pos + row) & (at >= first_key(pos + row, window))
+                if seen.any():
+                    _add_tile(sums[row, :, :, tile % GROUPS], queries[row], keys, values, seen, factor)
+
+
+def _add_tile(
+    sums: F32, queries: F32, keys: F32, values: F32, seen: NDArray[np.bool_], factor: np.float32
+) -> None:
+    """Adds one tile to the sums (n_head_kv, gqa, head_dim_v + 2) of its group."""
+    dim = values.shape[2]
+    score = (keys[:, :, None, :] * queries).sum(axis=3) * factor  # (TILE, n_head_kv, gqa)
+    score = np.where(seen[:, None, None], score, MINUS_INFINITY)
+    old = sums[:, :, dim].copy()
+    most = np.fmax(old, np.fmax.reduce(score, axis=0))
+    base = np.where(most == MINUS_INFINITY, np.float32(0), most)
+    worth = np.exp2(old - base)
+    weight = np.exp2(score - base).astype(np.float16).astype(np.float32)
+    visible = np.where(seen[:, None, None], values, np.float32(0))
+    sums[:, :, :dim] *= worth[..., None]
+    sums[:, :, :dim] += (weight[..., None] * visible[:, :, None, :]).sum(axis=0)
+    sums[:, :, dim] = most
+    sums[:, :, dim + 1] = sums[:, :, dim + 1] * worth + weight.sum(axis=0)
+
+
+def _decoded(plane: U8, code: int, tok_bytes: int, start: int, stop: int, heads: int, dim: int) -> F32:
+    """The rows of one tile as f32 (TILE, heads, dim); rows at and above `stop` are 0 and are not read."""
+    fmt = BY_CODE[code]
+    out = np.zeros((TILE, heads, dim), np.float32)
+    tokens = plane[start * tok_bytes : stop * tok_bytes].reshape(stop - start, tok_bytes)
+    out[: stop - start] = fmt.decode(tokens[:, : heads * dim // BLOCK * fmt.block_bytes]).reshape(-1, heads, dim)
+    return out
+
+
+def _report_queries(health: U8 | None, layer: int, pos: int, queries: F32) -> None:
+    """One fault per head and row with a NaN or an infinity."""
+    bad = np.asarray(~np.isfinite(queries).all(axis=2))
+    rows = np.flatnonzero(bad.any(axis=1))
+    if rows.size:
+        report(health, Fault.NONFINITE, layer, pos + int(rows[0]), int(bad.sum()))
+
+
+@batched(("part", "out"))
+def attend_combine(
+    part: F32, out: F32, pos_d: I32 | None, slot: int, rows: int, max_ctx: int, n_head: int, head_dim_v: int,
+    window: int, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
+) -> None:  # fmt: skip
+    """out (rows, n_head, head_dim_v) from the partial sums of attend."""
+    pos = slot if pos_d is None else int(pos_d[0])
+    if pos < 0 or pos + rows > max_ctx:
+        return
+    sums = part[: rows * n_head * GROUPS * (head_dim_v + 2)].reshape(rows, n_head, GROUPS, head_dim_v + 2)
+    result = out[: rows * n_head * head_dim_v].reshape(rows, n_head, head_dim_v)
+    with np.errstate(all="ignore"):
+        for row in range(rows):
+            active = groups_of(pos + row, window)
+            total = None
+            for start in range(0, GROUPS, FOLD):
+                folded = None
+                for group in active:
+                    if start <= group < start + FOLD:
+                        folded = _fold(folded, sums[row, :, group])
+                if folded is not None:
+                    total = _fold(total, folded)
+            assert total is not None  # a row sees at least itself
+            result[row] = total[:, :head_dim_v] / total[:, head_dim_v + 1 :]
+
+
+def _fold(old: F32 | None, new: F32) -> F32:
+    """Two sums (n_head, head_dim_v + 2) as one."""
+    if old is None:
+        return new.copy()
+    most = np.fmax(old[:, -2], new[:, -2])
+    base = np.where(most == MINUS_INFINITY, np.float32(0), most)
+    folded = old * np.exp2(old[:, -2] - base)[:, None] + new * np.exp2(new[:, -2] - base)[:, None]
+    folded[:, -2] = most
+    return folded
+
