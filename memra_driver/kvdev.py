@@ -96,6 +96,8 @@ class _SliceDev:
             raise ArrayError(f"copy_into from {src.dtype} to {dst.dtype}")
         if not (0 <= n <= src.len and 0 <= off <= dst.len - n):
             raise ArrayError(f"copy_into of {n} elements from a slice of {src.len} to {off} of a slice of {dst.len}")
+        if dst.device != self.memory.device:
+            raise DeviceMismatch(f"copy_into on {self!r} into a slice of device {dst.device}")
         if n:
             self._copy(dst, dst.ptr + off * dst.dtype.itemsize, src, n * src.dtype.itemsize)
 
@@ -109,7 +111,7 @@ class _SliceDev:
         raise NotImplementedError
 
     def _copy(self, dst: CudaSlice, to: int, src: CudaSlice, n_bytes: int) -> None:
-        self.copy_bytes(to, src.ptr, n_bytes)
+        raise NotImplementedError
 
     def _cleared(self, n: int, dtype: Any) -> CudaSlice:
         made = CudaSlice(self.memory, n, dtype)
@@ -261,6 +263,11 @@ class HostDev(_SliceDev):
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         """Copies between host addresses."""
         ctypes.memmove(dst, src, n_bytes)
+
+    def _copy(self, dst: CudaSlice, to: int, src: CudaSlice, n_bytes: int) -> None:
+        if src.device != self.memory.device:
+            raise DeviceMismatch(f"copy_into on {self!r} from a slice of device {src.device}; use to_numpy")
+        self.copy_bytes(to, src.ptr, n_bytes)
 
     def copy_many(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """All (dst, src, bytes)."""

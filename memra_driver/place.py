@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from memra_driver.errors import DriverError, OutOfMemory, UnsupportedError
 from memra_driver.layout import DTYPE_NAMES
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
@@ -171,7 +173,8 @@ def zero_actions(e: Any, planes: Sequence[Any]) -> list[Action]:
     """Zeroes planes in place; neighbours in one arena together."""
     planes = [plane for plane in planes if plane.len]
     if not hasattr(e, "clear_bytes"):
-        return [lambda p=p: e.copy_into(p, 0, e.zeros(p.len), p.len) for p in planes]  # type: ignore[misc]
+        fresh = {np.dtype(np.uint8): e.alloc_u8, np.dtype(np.float32): e.zeros}
+        return [lambda p=p: e.copy_into(p, 0, fresh[np.dtype(p.dtype)](p.len), p.len) for p in planes]  # type: ignore[misc]
     ranges: list[tuple[int, int]] = []
     for ptr, n_bytes in sorted((plane.ptr, plane.nbytes) for plane in planes):
         if ranges and has_arena(e):

@@ -56,6 +56,7 @@ class SevenOps:
 
     def copy_into(self, dst: Bytes, off: int, src: Bytes, n: int) -> None:
         self.calls.append(("copy_into", n))
+        assert dst.dtype == src.dtype
         assert 0 <= n <= src.len
         assert 0 <= off <= dst.len - n
         size = dst.dtype.itemsize

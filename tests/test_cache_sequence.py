@@ -18,7 +18,7 @@ from vectors_data import FOLDER
 
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import LayerKind, ModelConfig, SsmConfig
-from memra_driver.errors import UnsupportedError
+from memra_driver.errors import ArrayError, DeviceMismatch, UnsupportedError
 from memra_driver.layers import RecurLayer
 
 MakeDev = Callable[..., Any]
@@ -249,6 +249,28 @@ def test_our_devices_answer_the_seven_operations_alike(make_dev: MakeDev, arena:
         e.copy_into(e.zeros(0), 0, e.zeros(0), 0)
 
 
+def test_a_copy_between_devices_of_different_kinds_is_refused(make_dev: MakeDev) -> None:
+    host, cuda = make_dev("host"), make_dev("cuda")
+    for e, other in ((host, cuda), (cuda, host)):
+        mine, theirs = e.zeros(4), other.zeros(4)
+        for call in (
+            lambda e=e, a=mine, b=theirs: e.copy_into(a, 0, b, 4),
+            lambda e=e, a=mine, b=theirs: e.copy_into(b, 0, a, 4),
+            lambda e=e, b=theirs: e.clone_dtod(b),
+        ):
+            with pytest.raises(DeviceMismatch):
+                call()
+
+
+@pytest.mark.parametrize(("off", "n"), [(3, 2), (-1, 1), (0, 6), (0, -1), (5, 0)])
+def test_a_copy_out_of_range_is_refused(make_dev: MakeDev, off: int, n: int) -> None:
+    for e in (make_dev("host"), make_dev("cuda")):
+        with pytest.raises(ArrayError, match="copy_into"):
+            e.copy_into(e.zeros(4), off, e.zeros(5), n)
+        with pytest.raises(ArrayError, match="copy_into from uint8"):
+            e.copy_into(e.zeros(4), 0, e.alloc_u8(4), 4)
+
+
 def test_a_third_device_is_reset_and_digested_like_ours(make_dev: MakeDev) -> None:
     digests = set()
     for e in (make_dev("host"), make_dev("cuda"), SevenOps()):
@@ -263,6 +285,7 @@ def test_a_third_device_is_reset_and_digested_like_ours(make_dev: MakeDev) -> No
                        for state in cache.recur if state)  # fmt: skip
         digests.add(cache.digest())
         assert not cache.health()
+        cache.clear_health()
         cache.close()
     assert len(digests) == 2
 

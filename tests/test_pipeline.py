@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from caches import POLICY, Feed, History, attention_only, device_counters, image, planes, put, sequence, tiny
+from seven_ops import SevenOps
 
 from memra_driver import ops
 from memra_driver.cache import Cache, CacheState
@@ -173,6 +174,30 @@ def test_health_is_one_record_over_all_devices(devices: Any) -> None:
         assert (seen.count, seen.slot, seen.layer) == (4, 2, 3)
         cache.clear_health()
         assert not cache.health()
+
+
+def test_devices_of_three_kinds_hold_one_cache(make_dev: MakeDev) -> None:
+    host, cuda, third = make_dev("host"), make_dev("cuda", arena=False), SevenOps()
+    stages = (host, cuda, third)
+    with Cache.new_ppn(stages, (0, 2, 4, 8), tiny(), 16, policy=POLICY) as cache:
+        feed = Feed(cache)
+        sums = cache.plan.per_device
+        assert cache.report()["cache_bytes"] == sums[0].arena_bytes + sums[1].plane_bytes + sums[2].plane_bytes
+        feed.step(3, layers=range(4))
+        cache.kv[7].len = 3  # the third device has no kernels
+        cache.sync_d(host)
+        with cache.snapshot(third) as snap:
+            before = sequence(cache)
+            feed.step(2, layers=range(4))
+            for il in (4, 5, 6):
+                cache.recur[il].ssm_state.data[:4] = b"abcd"
+                cache.recur[il].swap()
+            cache.rollback(cuda, snap, 0)
+            assert sequence(cache) == before
+            assert device_counters(cache) == ({3: 3, 7: 3}, {3})
+        cache.reset(cuda)
+        assert not any(any(data) for data in sequence(cache).values())
+        cache.clear_health()
 
 
 @pytest.mark.parametrize("split", [0, -1, 8, 9, 100])

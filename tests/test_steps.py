@@ -10,7 +10,7 @@ import pytest
 from caches import POLICY, Feed, History, attention_only, device_counters, image, put, sequence, tiny
 
 from memra_driver import ops
-from memra_driver.cache import Cache
+from memra_driver.cache import Cache, CacheState
 from memra_driver.errors import CapacityError, MemraError, StateError
 from memra_driver.health import Fault
 
@@ -198,6 +198,42 @@ def test_append_writes_at_pos_and_keeps_a_longer_length(dev: Any, plain: Cache) 
     feed.step(2)  # the same tokens, so the same bytes
     assert sequence(plain) == rows
     assert device_counters(plain) == (dict.fromkeys(range(3), 6), {4})
+
+
+def test_reading_and_preparing_may_repeat_within_a_step(dev: Any, cache: Cache) -> None:
+    feed = Feed(cache)
+    feed.step(2)
+    conv_out = feed.conv(0, 2)
+    before = image(cache)
+    outs = [[dev.uninit(n) for n in (128, 128, 128, 4, 4)] for _ in range(2)]
+    for out in outs:
+        gates = [put(dev, np.ones(n, np.float32)) for n in (4, 4, 2, 2)]
+        ops.gdn_prep(dev, cache, 0, conv_out, *gates, *out, eps=1e-6)
+    k, v = (put(dev, np.zeros(128, np.float32)) for _ in range(2))
+    ops.dequant_kv(dev, cache, 3, 1, 2, k, v)
+    ops.dequant_kv(dev, cache, 3, 0, 1, k, v)
+    assert image(cache) == before
+    assert [each.to_numpy().tobytes() for each in outs[0]] == [each.to_numpy().tobytes() for each in outs[1]]
+
+
+# Unsettled: the device is ahead of the host
+
+
+def test_while_the_device_counters_are_ahead_the_host_changes_nothing(dev: Any, cache: Cache) -> None:
+    feed = Feed(cache)
+    feed.step(3)
+    with cache.snapshot(dev) as snap:
+        cache.as_c().contents.state = CacheState.UNSETTLED  # as a device-side accept count does
+        refused(
+            cache, StateError, "settle",
+            lambda: cache.snapshot(dev), lambda: cache.snapshot_into(dev, snap), lambda: cache.rollback(dev, snap, 0),
+            lambda: cache.advance(dev), lambda: cache.truncate(dev, 0), lambda: cache.sync_d(dev), cache.digest,
+            lambda: feed.append(3, 1), lambda: feed.conv(0, 1),
+        )  # fmt: skip
+        cache.report()
+        cache.reset(dev)
+        feed.step(2)
+        History.of(dev).check(cache)
 
 
 # Advance
