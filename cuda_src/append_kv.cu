@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
         len_d = (int*)seqs[seq].len_d;
         pos_d = (const int*)seqs[seq].pos_d;
         health = (memra_health*)seqs[seq].health;
+        max_ctx = seqs[seq].max_ctx;
     }
     const long long first = memra_slot(pos_d, slot);
     const bool leader = index == 0 && lane == 0;

@@ -151,6 +151,7 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
         v = (const uint8_t*)seqs[seq].v;
         pos_d = (const int*)seqs[seq].pos_d;
         health = (memra_health*)seqs[seq].health;
+        max_ctx = seqs[seq].max_ctx;
     }
     Work work;
     work.pos = memra_slot(pos_d, slot);

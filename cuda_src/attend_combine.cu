@@ -26,7 +26,10 @@ extern "C" __global__ void __launch_bounds__(128) attend_combine(
     const long long entry = blockIdx.x;  // (sequence, row, head)
     const long long seq = entry / ((long long)rows * n_head);
     if (seq >= n_seqs) return;
-    if (seqs) pos_d = (const int*)seqs[seq].pos_d;
+    if (seqs) {
+        pos_d = (const int*)seqs[seq].pos_d;
+        max_ctx = seqs[seq].max_ctx;
+    }
     const long long pos = memra_slot(pos_d, slot);
     if (pos < 0 || pos + rows > max_ctx) return;  // attend has reported it
     const long long last = pos + entry / n_head % rows;

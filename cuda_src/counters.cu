@@ -1,4 +1,4 @@
-// set_counters, commit_counters: the device counters of a cache, in stream order.
+// set_counters, commit_counters, advance_batch: the device counters of a cache, in stream order.
 #include "device.cuh"
 
 // The values ride in the launch: counters[i] = a where bit i of (a_hi:a_lo) is set, else b where bit i of (b_hi:b_lo) is set; i < 128.
@@ -31,3 +31,11 @@ extern "C" __global__ void __launch_bounds__(128) commit_counters(
     if (i == 0 && move_pos) *pos_d = end;
 }
 MEMRA_EXPORT(commit_counters)
+
+// pos += n for every sequence of a batch.
+extern "C" __global__ void __launch_bounds__(128) advance_batch(
+        const memra_seq* seqs, int n_seqs, int n, memra_health* health, int layer) {
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n_seqs) *(int*)seqs[i].pos_d += n;
+}
+MEMRA_EXPORT(advance_batch)

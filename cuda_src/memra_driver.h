@@ -234,8 +234,9 @@ typedef struct memra_seq {
     uint64_t ssm_state;
     uint64_t pos_d;
     uint64_t health;
+    int64_t max_ctx;
 } memra_seq;
-MEMRA_SIZE(memra_seq, 56);
+MEMRA_SIZE(memra_seq, 64);
 MEMRA_FIELD(memra_seq, k, 0);
 MEMRA_FIELD(memra_seq, v, 8);
 MEMRA_FIELD(memra_seq, len_d, 16);
@@ -243,6 +244,7 @@ MEMRA_FIELD(memra_seq, conv_state, 24);
 MEMRA_FIELD(memra_seq, ssm_state, 32);
 MEMRA_FIELD(memra_seq, pos_d, 40);
 MEMRA_FIELD(memra_seq, health, 48);
+MEMRA_FIELD(memra_seq, max_ctx, 56);
 
 /* One entry of copy_many's table. */
 typedef struct memra_copy {

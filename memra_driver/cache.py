@@ -28,17 +28,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from memra_driver import layout
+from memra_driver.clock import CacheClock
 from memra_driver.config import ModelConfig
 from memra_driver.digest import digest_of
 from memra_driver.errors import (
     CapacityError,
     ConfigError,
-    HealthError,
     SnapshotError,
     StateError,
 )
 from memra_driver.formats import FormatPolicy
-from memra_driver.health import Health
 from memra_driver.layers import DflashTapSink, KvLayer, RecurLayer
 from memra_driver.layout import CacheState
 from memra_driver.place import (
@@ -46,16 +45,13 @@ from memra_driver.place import (
     check_fit,
     close_slices,
     copy_actions,
-    counter_actions,
     has_arena,
     ordinal,
     place,
-    read_bytes,
     run_actions,
     zero_actions,
 )
 from memra_driver.plan import CacheOptions, CachePlan
-from memra_driver.rules import CacheRules
 from memra_driver.snapshot import CacheSnapshot
 
 __all__ = ["Cache", "CacheSnapshot", "CacheState", "DflashTapSink", "KvLayer", "RecurLayer"]
@@ -63,7 +59,7 @@ __all__ = ["Cache", "CacheSnapshot", "CacheState", "DflashTapSink", "KvLayer", "
 _ids = itertools.count(1)
 
 
-class Cache(CacheRules):
+class Cache(CacheClock):
     """The state of one sequence. Build one with `new`, `new_pp2` or `new_ppn`.
 
     kv[il] is a KvLayer or None, recur[il] a RecurLayer or None; both lists have n_layer entries.
@@ -105,8 +101,8 @@ class Cache(CacheRules):
             id=next(_ids),
         )
         self.cfg = cfg
-        self.last_logits_dev: Any = None
-        self.dflash_taps: DflashTapSink | None = None
+        self._lazy: dict[str, Any] = {}  # what was allocated on first use
+        self._retired: list[Any] = []  # and what a larger one replaced
 
     # Birth and end.
 
@@ -153,7 +149,8 @@ class Cache(CacheRules):
         """Frees every buffer; may be called twice. Snapshots keep their own memory but fit nothing any more."""
         self._c.state = CacheState.CLOSED
         self._invalidate_snapshots("its cache is closed")
-        owners, self._owners = self._owners, []
+        owners = [*self._owners, *self._lazy.values(), *self._retired]
+        self._owners, self._lazy, self._retired = [], {}, []
         close_slices(owners)
 
     def __enter__(self) -> Cache:
@@ -210,6 +207,7 @@ class Cache(CacheRules):
         """
         accept_len = operator.index(accept_len)
         self.check_device(e)
+        self.check_not_recording("rollback")
         self.check_state("rollback", CacheState.READY, CacheState.PENDING_REPLAY, CacheState.TAINTED)
         self.check_owner(snap)
         if snap.invalid:
@@ -219,7 +217,8 @@ class Cache(CacheRules):
                 f"snapshot of generation {snap.generation}; the cache was reset and is at {self.generation}"
             )
         self.check_shapes("rollback", snap)
-        limit = min(max(self.pos + self.step_rows, self.replay_to), self.max_ctx) - snap.pos
+        in_step = 0 if self.open_round is not None else self.step_rows  # a round is rejected first
+        limit = min(max(self.pos + in_step, self.replay_to), self.max_ctx) - snap.pos
         if self.state is CacheState.TAINTED:
             limit = 0
         if not 0 <= accept_len <= limit:
@@ -227,6 +226,8 @@ class Cache(CacheRules):
                 f"accept_len is {accept_len}; {max(limit, 0)} tokens stand after the snapshot at position {snap.pos}"
                 + (" (a tainted cache accepts none)" if self.state is CacheState.TAINTED else "")
             )
+        if self.open_round is not None:
+            self.open_round.reject()
         lens = {
             il: min(max(self.kv_layer(il).len, saved), saved + accept_len)
             for il, saved in enumerate(snap.kv_len)
@@ -242,37 +243,9 @@ class Cache(CacheRules):
         self.end_step(snap.pos)
         self._c.replay_to = snap.pos + accept_len if accept_len else 0
         self._c.state = CacheState.PENDING_REPLAY if accept_len else CacheState.READY
-        self._outdate_snapshots(snap.pos + accept_len)
+        self._give_up(snap.pos + accept_len)
 
-    # The clock.
-
-    def advance(self, e: Any, n: int = 1) -> None:
-        """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
-        n = operator.index(n)
-        self.check_device(e)
-        self.check_state("advance", CacheState.READY, CacheState.PENDING_REPLAY)
-        if self.step_rows and n != self.step_rows:
-            raise StateError(
-                f"advance by {n}, but a step of {self.step_rows} rows is open; advance by {self.step_rows}"
-            )
-        if n < 0:
-            raise StateError(f"advance by {n}; use rollback or truncate to go back")
-        self.check_replay("advance", n)
-        self.check_length("pos", self.pos)
-        if self.pos + n > self.max_ctx:
-            raise CapacityError(
-                f"advance from {self.pos} by {n} needs {self.pos + n} positions; max_ctx is {self.max_ctx}"
-            )
-        if n == 0:
-            return
-        target = self.pos + n
-        actions: list[Action] = []
-        for d in range(len(self.devices)):
-            actions += self._counter_actions(d, {}, target)
-        run_actions(actions, self.taint)
-        self.end_step(target)
-        if self.state is CacheState.PENDING_REPLAY and self.pos == self.replay_to:
-            self._c.state, self._c.replay_to = CacheState.READY, 0
+    # The clock; advance, sync_d, settle and replays stand in clock.py.
 
     def truncate(self, e: Any, new_len: int) -> None:
         """The append-only rewind of a cache without recurrent layers: pos = new_len, no len above it."""
@@ -293,7 +266,7 @@ class Cache(CacheRules):
         for il, length in lens.items():
             self.kv_layer(il).len = length
         self.pos = new_len
-        self._outdate_snapshots(new_len)
+        self._give_up(new_len)
 
     def reset(self, e: Any) -> None:
         """Empties the cache in place: ring, states and counters zero, logits and taps dropped, generation + 1.
@@ -301,7 +274,10 @@ class Cache(CacheRules):
         K/V bytes stay (they lie beyond len), and so does the error record.
         """
         self.check_device(e)
+        self.check_not_recording("reset")
         self.check_state("reset", *(state for state in CacheState if state is not CacheState.CLOSED))
+        if self.open_round is not None and self.state is not CacheState.TAINTED:
+            self.open_round.reject()
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             names = ("conv_state", "ssm_state", "ssm_state_alt")
@@ -315,19 +291,8 @@ class Cache(CacheRules):
         self.end_step(0)
         self._c.replay_to, self._c.state = 0, CacheState.READY
         self._c.generation += 1
-        self.last_logits_dev = self.dflash_taps = None
-        self._c.last_logits_dev.present = self._c.dflash_taps.present = 0
-
-    def sync_d(self, e: Any) -> None:
-        """Stamps every len_d and pos_d from the host values, in stream order; call it after assigning len or pos."""
-        self.check_device(e)
-        self.check_state("sync_d", CacheState.READY, CacheState.PENDING_REPLAY)
-        self.check_lengths()
-        lens = {il: layer.len for il, layer in enumerate(self.kv) if layer is not None}
-        actions: list[Action] = []
-        for d in range(len(self.devices)):
-            actions += self._counter_actions(d, lens, self.pos)
-        run_actions(actions, self.taint)
+        self.drop_logits()
+        self.disarm_taps()
 
     # What it holds.
 
@@ -368,31 +333,17 @@ class Cache(CacheRules):
         """The K/V that layer il reads: its own, or that of the last owning layer of its kind."""
         return self.kv_layer(self.cfg.kv_source(il))
 
-    def health(self) -> Health:
-        """The error record, after the work queued before; false when it is empty. Waits."""
-        self.check_state("health", *(state for state in CacheState if state is not CacheState.CLOSED))
-        return Health.read(
-            read_bytes(self._planes["health", None, d], layout.HEALTH_BYTES) for d in range(len(self.devices))
-        )
-
-    def clear_health(self) -> None:
-        """Empties the error record, in stream order."""
-        self.check_state("clear_health", *(state for state in CacheState if state is not CacheState.CLOSED))
-        actions: list[Action] = []
-        for d, device in enumerate(self.devices):
-            actions += zero_actions(device, [self._planes["health", None, d]])
-        run_actions(actions, lambda: None)
-
     def digest(self) -> str:
         """SHA-256 (hex) of what the sequence is: formats, lengths, K/V below len, rings, states, pos. Waits.
 
         The stream is laid out in digest.py. Compare within one device: the last bits of expf differ between a
         CPU and a GPU.
         """
+        self.check_not_recording("digest")
         self.check_state("digest", CacheState.READY, CacheState.PENDING_REPLAY)
         self.check_lengths()
         digest = digest_of(self)
-        self._check_strict()
+        self.check_strict()
         return digest
 
     # Inside, and for ops.
@@ -405,21 +356,9 @@ class Cache(CacheRules):
         """The error record beside layer il."""
         return self._planes["health", None, self.plan.device_of(il)]
 
-    def _counter_actions(self, d: int, lens: dict[int, int], pos: int) -> list[Action]:
-        """Stamps len_d of the layers of `lens` that live on device d, and its pos_d."""
-        layers = self._counter_layers[d]
-        counters = [self.kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
-        values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
-        packed = self._planes.get(("counters", None, d))
-        return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])
-
-    def _stamp(self, snap: CacheSnapshot) -> None:
-        """Notes in snap where the cache stands, once its copies are enqueued."""
-        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
-        snap.pos, snap.generation, snap.invalid = self.pos, self.generation, ""
-
-    def _outdate_snapshots(self, stands: int) -> None:
-        """K/V rows at and above `stands` are given up; a snapshot that counts on them is no longer true."""
+    def _give_up(self, stands: int) -> None:
+        """K/V rows at and above `stands` are given up: snapshots and logits that count on them are no longer true."""
+        self.drop_logits_above(stands)
         for snap in self._snapshots:
             if snap.pos > stands and not snap.invalid:
                 snap.invalid = f"it stands at position {snap.pos}, and the rows from {stands} on were given up since"
@@ -428,8 +367,7 @@ class Cache(CacheRules):
         for snap in self._snapshots:
             snap.invalid = snap.invalid or why
 
-    def _check_strict(self) -> None:
-        if self.plan.options.strict:
-            found = self.health()
-            if found:
-                raise HealthError(f"{found}; clear_health() goes on")
+    def _stamp(self, snap: CacheSnapshot) -> None:
+        """Notes in snap where the cache stands, once its copies are enqueued."""
+        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
+        snap.pos, snap.generation, snap.invalid = self.pos, self.generation, ""

@@ -372,3 +372,51 @@ def launch_kernel(
         _reraise(f"cuLaunchKernel({name}, grid {grid}, block {block})", error)
     if status:
         raise _failure(f"cuLaunchKernel({name}, grid {grid}, block {block})", status)
+
+
+# Capture and graphs
+
+
+def stream_begin_capture(stream: int, mode: str = "RELAXED") -> None:
+    """From now on the stream's work is recorded. `mode` is what follows CU_STREAM_CAPTURE_MODE_."""
+    value = getattr(_cu.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
+    _call("cuStreamBeginCapture", stream, value, shown=mode)
+
+
+def stream_end_capture(stream: int) -> int:
+    """The graph of what was recorded. Where an error invalidated the capture this ends it and raises."""
+    return int(_native(_call("cuStreamEndCapture", stream)))
+
+
+def stream_is_capturing(stream: int) -> bool:
+    """True from the begin to the end of a capture, also of an invalidated one."""
+    return bool(_call("cuStreamIsCapturing", stream))
+
+
+def graph_instantiate(graph: int) -> int:
+    """An executable graph, which no longer needs `graph`."""
+    return int(_native(_call("cuGraphInstantiate", graph, 0)))
+
+
+def graph_upload(graph_exec: int, stream: int) -> None:
+    """Brings the graph to the device, in stream order, so that its first launch is no slower than the next."""
+    _call("cuGraphUpload", graph_exec, stream)
+
+
+def graph_launch(graph_exec: int, stream: int) -> None:
+    """Enqueues all that was recorded. A second launch of the same executable graph waits for the first."""
+    try:
+        status = _cu.cuGraphLaunch(graph_exec, stream)[0]
+    except (RuntimeError, ValueError) as error:
+        _reraise("cuGraphLaunch()", error)
+    if status:
+        raise _failure("cuGraphLaunch()", status)
+
+
+def graph_destroy(graph: int) -> None:
+    _call("cuGraphDestroy", graph)
+
+
+def graph_exec_destroy(graph_exec: int) -> None:
+    """May be called while a launch is under way; the driver frees the graph after that."""
+    _call("cuGraphExecDestroy", graph_exec)

@@ -32,11 +32,13 @@ class Operand:
 
 
 def operand(
-    value: Any, name: str, columns: Sequence[int], dtypes: Sequence[Any], device: int, *, rows: int | None, out: bool
-) -> Operand:
+    value: Any, name: str, columns: Sequence[int], dtypes: Sequence[Any], device: int, *, rows: int | None, out: bool,
+    batch: int | None = None,
+) -> Operand:  # fmt: skip
     """The memory behind one argument, checked: C-contiguous, [rows, *columns], one of `dtypes`, on `device`.
 
-    rows None: any number of rows. A flat slice needs the right number of elements; an array needs
+    rows None: any number of rows. batch: so many blocks of them,
+    [batch, rows, *columns]. A flat slice needs the right number of elements; an array needs
     the shape itself. Raises ArrayError naming the argument.
     """
     shape: tuple[int, ...] | None = None
@@ -59,9 +61,13 @@ def operand(
     wanted = [np.dtype(dtype) for dtype in dtypes]
     if found.dtype not in wanted:
         raise ArrayError(f"{name} has dtype {found.dtype}; it takes {' or '.join(str(dtype) for dtype in wanted)}")
-    per_row = prod(columns)
-    text = f"[{', '.join(map(str, ('rows' if rows is None else rows, *columns)))}]"
-    if shape is not None and (len(shape) != len(columns) + 1 or tuple(shape[1:]) != tuple(columns)):
+    lead = () if batch is None else (batch,)
+    wanted_shape = (*lead, "rows" if rows is None else rows, *columns)
+    text = f"[{', '.join(map(str, wanted_shape))}]"
+    per_row = prod(columns) * prod(lead)
+    if shape is not None and (
+        len(shape) != len(wanted_shape) or any(w not in ("rows", n) for w, n in zip(wanted_shape, shape, strict=True))
+    ):
         raise ArrayError(f"{name} has shape {list(shape)}; it takes {text}")
     if found.len % per_row or (rows is not None and found.len != rows * per_row):
         raise ArrayError(f"{name} has {found.len} elements; it takes {text}")

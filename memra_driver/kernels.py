@@ -164,12 +164,27 @@ KERNELS: dict[str, Kernel] = {
             " long long mask_hi, int move_pos, memra_health* health, int layer",
             lambda a: _line(1, 128),
         ),
+        # *pos_d += n of every sequence.
+        Kernel(
+            "advance_batch",
+            "counters.cu",
+            "const memra_seq* seqs, int n_seqs, int n, memra_health* health, int layer",
+            lambda a: _line(_ceil_div(a["n_seqs"], 128), 128),
+        ),
         # n copies of any size and alignment; entries must not overlap.
         Kernel(
             "copy_many",
             "copy_many.cu",
             "const memra_copy* table, int n, memra_health* health, int layer",
             lambda a: _line(a["n"] * COPY_BLOCKS, 256),
+        ),
+        # rows of `columns` f32 each; source and target rows may lie apart.
+        Kernel(
+            "copy_rows",
+            "copy_many.cu",
+            "const float* src, float* dst, long long src_stride, long long dst_stride, int rows, int columns,"
+            " memra_health* health, int layer",
+            lambda a: _line(a["rows"] * _ceil_div(a["columns"], 1024), 256),
         ),
         # Partial sums of attention by groups of key tiles; one entry per width of V, wide ones for many columns.
         *(
@@ -257,6 +272,11 @@ class KernelSet:
         """
         found = self._plans.get(name)
         return self._load(KERNELS[name]) if found is None else found
+
+    def load_all(self) -> None:
+        """Loads every kernel of the table."""
+        for name in KERNELS:
+            self.plan(name)
 
     def close(self) -> None:
         """Unloads everything; may be called twice. The work that uses it must have ended."""

@@ -13,15 +13,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from memra_driver import driver, reference, reference_attend
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
-from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch
+from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch, StateError
+from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.kernels import KERNELS, KernelSet
 
 S = TypeVar("S")
@@ -70,6 +72,8 @@ class _SliceDev:
 
     memory: Any
     arena: bool
+    recording: Graph | None = None  # the capture that is open
+    _scratch: list[CudaSlice]
 
     def zeros(self, n: int) -> CudaSlice:
         return self._cleared(n, np.float32)
@@ -103,6 +107,20 @@ class _SliceDev:
 
     def set_i32_one(self, d: CudaSlice, v: int) -> None:
         d.view(0, 1).copy_from(np.array([v], np.int32))
+
+    def attend_scratch(self, n_bytes: int) -> CudaSlice:
+        """Room for the partial sums of attention, shared by all caches of this device.
+
+        A larger buffer is added when one is needed; the old ones stay until the device closes, since recorded
+        graphs hold their addresses. One stream never uses it twice at once.
+        """
+        if not self._scratch or self._scratch[-1].nbytes < n_bytes:
+            if self.recording is not None:
+                raise StateError(
+                    f"attend needs {n_bytes} bytes of scratch, and a capture allocates nothing; attend once before"
+                )
+            self._scratch.append(self.uninit(n_bytes // 4))
+        return self._scratch[-1]
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         raise NotImplementedError
@@ -156,11 +174,23 @@ class CudaDev(_SliceDev):
                 self.context.close()
             raise
         self.memory: CudaStream = self.stream
+        self._scratch = []
         self._table: CudaSlice | None = None  # the entries of the last copy_many
         self._table_entries: list[tuple[int, int, int]] = []
 
     def __repr__(self) -> str:
         return f"CudaDev({self.ordinal})"
+
+    @contextmanager
+    def capture(self) -> Iterator[CudaGraph]:
+        """Records what the operations enqueue inside the block as a CUDA graph; nothing of it runs now.
+
+        All kernels are loaded first. Raises StateError when a capture is open, or when a cache that takes part has
+        a step open at either end.
+        """
+        self.kernels.load_all()
+        with capture_cuda(self) as graph:
+            yield graph
 
     def launch(self, name: str, *args: Any) -> None:
         """Enqueues a kernel of the table; the first use of a source may compile it."""
@@ -211,8 +241,8 @@ class CudaDev(_SliceDev):
         if self.stream.is_closed:
             return
         self.stream.synchronize()
-        if self._table is not None:
-            self._table.close()
+        for each in (*self._scratch, *filter(None, [self._table])):
+            each.close()
         self.kernels.close()
         if self._owns_stream:
             self.stream.close()
@@ -247,12 +277,29 @@ class HostDev(_SliceDev):
     def __init__(self, *, arena: bool = True) -> None:
         self.arena = arena
         self.memory = HostMemory()
+        self._scratch = []
 
     def __repr__(self) -> str:
         return "HostDev()"
 
+    @contextmanager
+    def capture(self) -> Iterator[HostGraph]:
+        """Notes the calls inside the block, for HostGraph.launch to run."""
+        graph = HostGraph(self)
+        with recording(self, graph):
+            yield graph
+
     def launch(self, name: str, *args: Any) -> None:
-        """Runs the twin of a kernel of the table."""
+        """Runs the twin of a kernel of the table, or notes the call while a capture is open."""
+        self._do(self._launch, name, *args)
+
+    def _do(self, call: Callable[..., Any], *args: Any) -> None:
+        if self.recording is None:
+            call(*args)
+        else:
+            cast(HostGraph, self.recording).calls.append((call, *args))
+
+    def _launch(self, name: str, *args: Any) -> None:
         values = []
         for (kind, _), value in zip(KERNELS[name].params, args, strict=True):
             if kind.endswith("*") and value is not None:
@@ -262,7 +309,7 @@ class HostDev(_SliceDev):
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         """Copies between host addresses."""
-        ctypes.memmove(dst, src, n_bytes)
+        self._do(ctypes.memmove, dst, src, n_bytes)
 
     def _copy(self, dst: CudaSlice, to: int, src: CudaSlice, n_bytes: int) -> None:
         if src.device != self.memory.device:
@@ -276,7 +323,7 @@ class HostDev(_SliceDev):
 
     def clear_bytes(self, ptr: int, n_bytes: int) -> None:
         """Zeroes bytes."""
-        ctypes.memset(ptr, 0, n_bytes)
+        self._do(ctypes.memset, ptr, 0, n_bytes)
 
     def mem_info(self) -> tuple[int | None, int | None]:
         """(available, total) bytes by the operating system's word; None where it does not tell."""

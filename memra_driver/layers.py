@@ -64,6 +64,7 @@ class KvLayer:
         c.n_head_kv = cfg.kv_heads(il)
         c.head_dim_k, c.head_dim_v = cfg.head_dims(il)
         c.window = min(cfg.window(il) or 0, MAX_INT)
+        self.max_ctx = plan.max_ctx
         self._planes = _bind(c, {name: planes[name, il, d] for name in ("k", "v", "len_d")}, owner)
 
     k = _plane("k", "u8 [max_ctx * k_tok_bytes + 8]")
@@ -95,6 +96,7 @@ class RecurLayer:
         c.conv_dim, c.d_conv = ssm.conv_dim, ssm.conv_kernel
         c.num_k, c.num_v, c.state_size = ssm.group_count, ssm.time_step_rank, ssm.state_size
         names = ("conv_state", "ssm_state", "ssm_state_alt")
+        self.home, self.away = planes["ssm_state", il, d], planes["ssm_state_alt", il, d]  # where each was born
         self._planes = _bind(c, {name: planes[name, il, d] for name in names}, owner)
 
     conv_state = _plane("conv_state", "f32 [conv_dim, d_conv - 1], raw inputs, column 0 the oldest")

@@ -155,6 +155,21 @@ class CopyC(Structure):
     _fields_ = (("dst", c_uint64), ("src", c_uint64), ("bytes", c_uint64))
 
 
+class SeqC(Structure):
+    """memra_seq."""
+
+    _fields_ = (
+        ("k", c_uint64),
+        ("v", c_uint64),
+        ("len_d", c_uint64),
+        ("conv_state", c_uint64),
+        ("ssm_state", c_uint64),
+        ("pos_d", c_uint64),
+        ("health", c_uint64),
+        ("max_ctx", c_int64),
+    )
+
+
 HEALTH_BYTES = ctypes.sizeof(HealthC)
 
 STRUCTS: dict[str, type[Structure]] = {
@@ -166,6 +181,7 @@ STRUCTS: dict[str, type[Structure]] = {
     "memra_cache_device": CacheDeviceC,
     "memra_cache": CacheC,
     "memra_health": HealthC,
+    "memra_seq": SeqC,
     "memra_copy": CopyC,
 }
 

@@ -5,6 +5,9 @@
 Results go into `out` arguments. Every call is enqueued on the owner's stream and waits for nothing
 (the host device computes at once). T = 0 does nothing.
 
+`cache` is a Cache, or a CacheBatch of B sequences: then each array holds one block of T rows per sequence, [B, T, ..]
+or flat, one launch serves all, and row b has the bits of the single call.
+
 Raises, before anything is changed: ArrayError (dtype, shape, stride, device, overlap), ConfigError
 (a layer of the wrong kind), DeviceMismatch, StateError, CapacityError, UnsupportedError (no kernel
 for this geometry). DriverError when the driver refuses the launch, which changed nothing either.
@@ -16,40 +19,45 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memra_driver.errors import CapacityError, UnsupportedError
+from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
+from memra_driver.kernels import attend_kernel, attend_part_bytes
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels, ordinal
-from memra_driver.plan import SCAN_STATE_SIZES
+from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES
 
 if TYPE_CHECKING:
+    from memra_driver.batch import CacheBatch
     from memra_driver.cache import Cache
 
 _F32 = (np.float32,)
 _F32_OR_BF16 = (np.float32, np.uint16)  # bf16 travels as its bits
 
 
-def append_kv(e: Any, cache: Cache, il: int, k_rows: Any, v_rows: Any) -> None:
+def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: Any) -> None:
     """Quantises T rows into slots pos .. pos+T-1 of layer il: k_rows [T, kv_dim_k], v_rows [T, kv_dim_v].
 
     len and len_d become max(len, pos + T) in the same launch. Opens the step, or belongs to it.
     """
     layer = _kv(e, cache, il)
-    k = _rows(e, k_rows, "k_rows", (layer.kv_dim_k,))
-    rows = k.len // layer.kv_dim_k
-    v = _rows(e, v_rows, "v_rows", (layer.kv_dim_v,), rows)
-    refuse_overlap({"k": layer.k, "v": layer.v}, {"k_rows": k, "v_rows": v})
+    k = _rows(e, cache, k_rows, "k_rows", (layer.kv_dim_k,))
+    rows = _count(cache, k, layer.kv_dim_k)
+    v = _rows(e, cache, v_rows, "v_rows", (layer.kv_dim_v,), rows)
+    refuse_overlap(_planes(cache, il, "k", "v"), {"k_rows": k, "v_rows": v})
     if rows == 0:
         return
-    with cache.step_op(e, il, StepOp.APPEND, rows):
-        length = max(layer.len, cache.pos + rows)
+    with cache.step(e, il, StepOp.APPEND, rows) as at:
+        # The device finds the length by itself where it knows better than the host.
+        length = -1 if at.pos_d is not None or at.seqs is not None else max(layer.len, at.slot + rows)
         e.launch(
-            "append_kv", k, v, layer.k, layer.v, layer.len_d, None, cache.pos, rows, length, cache.max_ctx,
+            "append_kv", k, v, layer.k, layer.v, layer.len_d, at.pos_d, at.slot, rows, length, layer.max_ctx,
             layer.kv_dim_k, layer.kv_dim_v, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format,
-            None, 1, cache.health_d(il), il,
+            at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
-        layer.len = length
+        for member in cache.members:
+            own = member.kv_layer(il)
+            own.len = max(own.len, member.pos + rows)
 
 
 def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
@@ -59,12 +67,13 @@ def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any,
     """
     layer = _kv(e, cache, il)
     cache.check_readable("dequant_kv")
+    cache.check_settled_read("dequant_kv")
     cache.check_length(f"layer {il}: len", layer.len)
     if not 0 <= start <= stop <= layer.len:
         raise CapacityError(f"layer {il}: rows {start} .. {stop}; 0 .. {layer.len} stand")
     rows = stop - start
-    k = _rows(e, k_out, "k_out", (layer.kv_dim_k,), rows, dtypes=_F32_OR_BF16, out=True)
-    v = _rows(e, v_out, "v_out", (layer.kv_dim_v,), rows, dtypes=(k.dtype,), out=True)
+    k = _rows(e, cache, k_out, "k_out", (layer.kv_dim_k,), rows, dtypes=_F32_OR_BF16, out=True)
+    v = _rows(e, cache, v_out, "v_out", (layer.kv_dim_v,), rows, dtypes=(k.dtype,), out=True)
     refuse_overlap({"k_out": k, "v_out": v}, {"k": layer.k, "v": layer.v})
     if rows == 0:
         return
@@ -75,29 +84,30 @@ def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any,
     )  # fmt: skip
 
 
-def conv_update(e: Any, cache: Cache, il: int, x: Any, w: Any, out: Any) -> None:
+def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out: Any) -> None:
     """Causal depthwise convolution with SiLU over the ring and T new inputs; the ring then rolls by T.
 
     x, out [T, conv_dim]; w [conv_dim, d_conv], column 0 for the oldest input.
     out[t, c] = y / (1 + exp(-y)), y = sum_j w[c, j] * input[t - d_conv + 1 + j, c].
     """
     layer = _recur(e, cache, il)
-    inputs = _rows(e, x, "x", (layer.conv_dim,))
-    rows = inputs.len // layer.conv_dim
-    weights = _rows(e, w, "w", (layer.d_conv,), layer.conv_dim)
-    result = _rows(e, out, "out", (layer.conv_dim,), rows, out=True)
-    refuse_overlap({"out": result, "conv_state": layer.conv_state}, {"x": inputs, "w": weights})
+    inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
+    rows = _count(cache, inputs, layer.conv_dim)
+    weights = operand(w, "w", (layer.d_conv,), _F32, ordinal(e), rows=layer.conv_dim, out=False)
+    result = _rows(e, cache, out, "out", (layer.conv_dim,), rows, out=True)
+    refuse_overlap({"out": result} | _planes(cache, il, "conv_state"), {"x": inputs, "w": weights})
     if rows == 0:
         return
-    with cache.step_op(e, il, StepOp.CONV, rows):
+    with cache.step(e, il, StepOp.CONV, rows) as at:
+        tape = cache.tape(il, rows)[0] if cache.open_round is not None else None
         e.launch(
-            "conv_update", inputs, weights, layer.conv_state, result, None, None, cache.pos, rows, layer.conv_dim,
-            layer.d_conv, None, 1, cache.health_d(il), il,
+            "conv_update", inputs, weights, layer.conv_state, result, tape, at.pos_d, at.slot, rows, layer.conv_dim,
+            layer.d_conv, at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
 
 
 def gdn_prep(
-    e: Any, cache: Cache, il: int, conv_out: Any, alpha: Any, beta_raw: Any, dt_bias: Any, a: Any,
+    e: Any, cache: Cache | CacheBatch, il: int, conv_out: Any, alpha: Any, beta_raw: Any, dt_bias: Any, a: Any,
     q: Any, k: Any, v: Any, g_log: Any, beta: Any, *, eps: float,
 ) -> None:  # fmt: skip
     """Makes the scan's operands of layer il from the convolution's output; changes nothing in the cache.
@@ -111,28 +121,29 @@ def gdn_prep(
     cache.check_readable("gdn_prep")
     _check_state_size(layer, "gdn_prep")
     heads, size = layer.num_v, layer.state_size
-    inputs = {"conv_out": _rows(e, conv_out, "conv_out", (layer.conv_dim,))}
-    rows = inputs["conv_out"].len // layer.conv_dim
+    inputs = {"conv_out": _rows(e, cache, conv_out, "conv_out", (layer.conv_dim,))}
+    rows = _count(cache, inputs["conv_out"], layer.conv_dim)
     for name, value in (("alpha", alpha), ("beta_raw", beta_raw)):
-        inputs[name] = _rows(e, value, name, (heads,), rows)
+        inputs[name] = _rows(e, cache, value, name, (heads,), rows)
     for name, value in (("dt_bias", dt_bias), ("a", a)):
         inputs[name] = vector(value, name, heads, ordinal(e))
     outputs = {}
     for name, value in (("q", q), ("k", k), ("v", v)):
-        outputs[name] = _rows(e, value, name, (heads, size), rows, out=True)
+        outputs[name] = _rows(e, cache, value, name, (heads, size), rows, out=True)
     for name, value in (("g_log", g_log), ("beta", beta)):
-        outputs[name] = _rows(e, value, name, (heads,), rows, out=True)
+        outputs[name] = _rows(e, cache, value, name, (heads,), rows, out=True)
     refuse_overlap(outputs, inputs)
     if rows == 0:
         return
+    at = cache.at(il)
     e.launch(
-        "gdn_prep", *inputs.values(), *outputs.values(), None, cache.pos, rows, layer.num_k, heads, size, eps,
-        None, 1, cache.health_d(il), il,
+        "gdn_prep", *inputs.values(), *outputs.values(), at.pos_d, at.slot, rows, layer.num_k, heads, size, eps,
+        at.seqs, at.n_seqs, at.health, il,
     )  # fmt: skip
 
 
 def gdn_scan(
-    e: Any, cache: Cache, il: int, q: Any, k: Any, v: Any, g_log: Any, beta: Any, out: Any, *, scale: float
+    e: Any, cache: Cache | CacheBatch, il: int, q: Any, k: Any, v: Any, g_log: Any, beta: Any, out: Any, *, scale: float
 ) -> None:
     """The gated delta rule over T rows: reads ssm_state, writes ssm_state_alt, and the two handles swap.
 
@@ -142,32 +153,104 @@ def gdn_scan(
     layer = _recur(e, cache, il)
     _check_state_size(layer, "gdn_scan")
     heads, size = layer.num_v, layer.state_size
-    inputs = {"q": _rows(e, q, "q", (heads, size))}
-    rows = inputs["q"].len // (heads * size)
+    inputs = {"q": _rows(e, cache, q, "q", (heads, size))}
+    rows = _count(cache, inputs["q"], heads * size)
     for name, value in (("k", k), ("v", v)):
-        inputs[name] = _rows(e, value, name, (heads, size), rows)
+        inputs[name] = _rows(e, cache, value, name, (heads, size), rows)
     for name, value in (("g_log", g_log), ("beta", beta)):
-        inputs[name] = _rows(e, value, name, (heads,), rows)
-    result = _rows(e, out, "out", (heads, size), rows, out=True)
-    refuse_overlap({"out": result, "ssm_state_alt": layer.ssm_state_alt}, inputs | {"ssm_state": layer.ssm_state})
+        inputs[name] = _rows(e, cache, value, name, (heads,), rows)
+    result = _rows(e, cache, out, "out", (heads, size), rows, out=True)
+    refuse_overlap({"out": result} | _planes(cache, il, "ssm_state", "ssm_state_alt"), inputs)
     if rows == 0:
         return
-    with cache.step_op(e, il, StepOp.SCAN, rows):
+    with cache.step(e, il, StepOp.SCAN, rows) as at:
+        before, after, tape = layer.ssm_state, layer.ssm_state_alt, None
+        if cache.recording is not None:
+            before = after = layer.home
+        if cache.open_round is not None:
+            after = layer.away if before is layer.home else layer.home
+            tape = cache.scan_tape(il, rows)
         e.launch(
-            "gdn_scan", *inputs.values(), layer.ssm_state, layer.ssm_state_alt, result, None, None, rows, heads, size,
-            scale, None, 1, cache.health_d(il), il,
+            "gdn_scan", *inputs.values(), before, after, result, tape, None, rows, heads, size, scale,
+            at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
-        layer.swap()
+        if at.seqs is None and cache.recording is None and cache.open_round is None:
+            layer.swap()
 
 
-def _kv(e: Any, cache: Cache, il: int) -> KvLayer:
+def attend(
+    e: Any, cache: Cache | CacheBatch, il: int, q: Any, out: Any, *, scale: float, window: int | None = None
+) -> None:
+    """Attention of T query rows at positions pos .. pos+T-1 over the quantised rows: T = 1 decodes, T > 1 verifies.
+
+    q [T, n_head, head_dim_k], out [T, n_head, head_dim_v]; query head h reads K/V head h // gqa. Row r sees keys
+    0 .. pos + r, of those the last `window` (None: the layer's own; 0: all). A layer without own K/V reads
+    that of `cache.kv_layer_for(il)`. out = softmax(scale q K^T) V, within 2e-3 of its largest magnitude of the
+    float64 value over the dequantised rows. May be called again in a step; refused where rows below pos + T are
+    missing, and beyond CacheOptions.max_rows.
+    """
+    _check_kernels(e)
+    source = cache.cfg.kv_source(il)
+    layer = _kv(e, cache, source)
+    if cache.plan.device_of(il) != cache.plan.device_of(source):
+        raise UnsupportedError(f"layer {il} reads the K/V of layer {source}, which lives on another device")
+    heads, hk, hv = cache.cfg.heads(il), layer.head_dim_k, layer.head_dim_v
+    gqa, rest = divmod(heads, layer.n_head_kv)
+    if rest or not 1 <= gqa <= MAX_GQA:
+        raise UnsupportedError(f"attend: {heads} query heads over {layer.n_head_kv} K/V heads; 1 to {MAX_GQA} each")
+    for name, dim in (("head_dim_k", hk), ("head_dim_v", hv)):
+        if dim not in ATTEND_HEAD_DIMS:
+            raise UnsupportedError(f"attend: {name} {dim} has no kernel; there are {list(ATTEND_HEAD_DIMS)}")
+    queries = _rows(e, cache, q, "q", (heads, hk))
+    rows = _count(cache, queries, heads * hk)
+    result = _rows(e, cache, out, "out", (heads, hv), rows, out=True)
+    refuse_overlap({"out": result}, {"q": queries} | _planes(cache, source, "k", "v"))
+    limit = cache.plan.options.max_rows
+    if rows > limit:
+        raise CapacityError(f"attend of {rows} rows; the cache was built with CacheOptions(max_rows={limit})")
+    width = layer.window if window is None else window
+    if width < 0:
+        raise ConfigError(f"attend: window {width}; it is the number of keys that a row sees, 0 for all")
+    for member in cache.members:
+        member.check_readable("attend")
+        member.check_attend(source, rows)
+    if rows == 0:
+        return
+    at = cache.at(source)
+    part = e.attend_scratch(at.n_seqs * attend_part_bytes(rows, heads, hv))
+    e.launch(
+        attend_kernel(hk, hv, rows * gqa), queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads,
+        layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, scale, width,
+        part, at.seqs, at.n_seqs, at.health, il,
+    )  # fmt: skip
+    e.launch(
+        "attend_combine", part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs,
+        at.health, il,
+    )  # fmt: skip
+
+
+def tap_write(e: Any, cache: Cache, il: int, residual: Any) -> None:
+    """Keeps the residual stream after layer il: residual [T, hidden] to rows 0 .. T-1 of its slot in the armed sink."""
+    sink = cache.dflash_taps
+    source = _rows(e, cache, residual, "residual", (1 if sink is None else sink.hidden,))
+    rows = source.len // (1 if sink is None else sink.hidden)
+    sink, slot = cache.tap_slot(e, il, rows)
+    _check_kernels(e)
+    refuse_overlap({"taps": sink.buf}, {"residual": source})
+    if rows:
+        target = sink.buf.view(slot * sink.hidden, sink.buf.len)
+        stride = len(sink.layer_ids) * sink.hidden
+        e.launch("copy_rows", source, target, sink.hidden, stride, rows, sink.hidden, cache.health_d(il), il)
+
+
+def _kv(e: Any, cache: Cache | CacheBatch, il: int) -> KvLayer:
     layer = cache.layer(e, il, StepOp.APPEND)
     assert isinstance(layer, KvLayer)  # what StepOp.APPEND asks for
     _check_kernels(e)
     return layer
 
 
-def _recur(e: Any, cache: Cache, il: int) -> RecurLayer:
+def _recur(e: Any, cache: Cache | CacheBatch, il: int) -> RecurLayer:
     layer = cache.layer(e, il, StepOp.SCAN)
     assert isinstance(layer, RecurLayer)  # what StepOp.SCAN asks for
     _check_kernels(e)
@@ -175,10 +258,25 @@ def _recur(e: Any, cache: Cache, il: int) -> RecurLayer:
 
 
 def _rows(
-    e: Any, value: Any, name: str, columns: tuple[int, ...], rows: int | None = None, *, dtypes: Any = _F32,
-    out: bool = False,
+    e: Any, cache: Cache | CacheBatch, value: Any, name: str, columns: tuple[int, ...], rows: int | None = None, *,
+    dtypes: Any = _F32, out: bool = False,
 ) -> Operand:  # fmt: skip
-    return operand(value, name, columns, dtypes, ordinal(e), rows=rows, out=out)
+    return operand(value, name, columns, dtypes, ordinal(e), rows=rows, out=out, batch=cache.batch)
+
+
+def _count(cache: Cache | CacheBatch, first: Operand, per_row: int) -> int:
+    """T, by the first argument."""
+    return first.len // (per_row * len(cache.members))
+
+
+def _planes(cache: Cache | CacheBatch, il: int, *names: str) -> dict[str, Any]:
+    """Buffers of layer il in every sequence, for the overlap check."""
+    found = {}
+    for i, member in enumerate(cache.members):
+        for name in names:
+            layer: Any = member.kv[il] if member.kv[il] is not None else member.recur[il]
+            found[name if cache.batch is None else f"{name} of sequence {i}"] = getattr(layer, name)
+    return found
 
 
 def _check_kernels(e: Any) -> None:

@@ -155,6 +155,29 @@ def counter_actions(e: Any, counters: Sequence[Any], packed: Any, values: dict[i
     return actions
 
 
+def commit_counter_actions(
+    e: Any, counters: Sequence[Any], packed: Any, chosen: Sequence[int], pos_d: Any, count: Any, accept: int, rows: int,
+    health: Any,
+) -> list[Action]:  # fmt: skip
+    """counters[i] = pos + accepted rows for each chosen i, then pos moves by as many: all read on the device."""
+    if not has_kernels(e):
+        raise UnsupportedError(f"{e!r} has the seven operations only; a count cannot stay on it")
+    launches: list[tuple[Any, int]] = []  # where the mask begins, and the mask
+    if packed is None:
+        launches = [(counters[i], 1) for i in chosen]
+    else:
+        for low in range(0, len(counters), COUNTERS_PER_LAUNCH):
+            mask = sum(1 << i - low for i in chosen if low <= i < low + COUNTERS_PER_LAUNCH)
+            launches += [(packed.view(low, packed.len), mask)] if mask else []
+    launches = launches or [(pos_d, 0)]
+    actions: list[Action] = []
+    for target, mask in launches:
+        last = int(target is launches[-1][0])
+        args = (target, pos_d, count, accept, rows, _signed(mask), _signed(mask >> 64), last, health, 0)
+        actions.append(lambda args=args: e.launch("commit_counters", *args))  # type: ignore[misc]
+    return actions
+
+
 def _set_action(e: Any, target: Any, values: dict[int, int], health: Any) -> Action:
     """One launch that sets target[i] = values[i]: at most two distinct values, i below COUNTERS_PER_LAUNCH."""
     a, b = min(values.values()), max(values.values())

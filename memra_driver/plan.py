@@ -30,6 +30,8 @@ TAIL_PAD_BYTES = 8  # an aligned-word reader may look past the last block of a f
 MAX_INT = 2**31 - 1  # positions are i32 on the device, and so are the columns of a row that a kernel takes
 MAX_D_CONV = 8
 SCAN_STATE_SIZES = (32, 64, 128, 256)
+ATTEND_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+MAX_GQA = 16
 
 # Section of the arena by plane; MTP layers keep the outer places around the trunk's states.
 _KV, _COUNTER, _HEALTH, _CONV, _SSM_MTP, _SSM, _ALT, _ALT_MTP, _TAPE, _LOGITS, _TAPS = range(11)

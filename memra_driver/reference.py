@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from memra_driver.formats import BLOCK, FP8_MAX_IN, BlockFormat, bf16_bits
 from memra_driver.health import Fault
-from memra_driver.reference_common import BY_CODE, F32, I32, U8, U64, Mask, batched, k_bytes, report, v_bytes
+from memra_driver.memory import HostMemory
+from memra_driver.reference_common import BY_CODE, F32, FIELDS, I32, U8, U64, Mask, batched, k_bytes, report, v_bytes
 
 _ONE = np.float32(1)
 _SCAN_ELEMENTS = 1 << 17  # state elements that gdn_scan works on at a time: they stay in the cache of the CPU
@@ -273,3 +274,17 @@ def copy_many(table: NDArray[np.uint64], n: int, health: U8 | None, layer: int) 
     """n copies of any size and alignment between host addresses; entries must not overlap."""
     for dst, src, count in table[: 3 * n].reshape(n, 3).tolist():
         ctypes.memmove(dst, src, count)
+
+
+def copy_rows(
+    src: F32, dst: F32, src_stride: int, dst_stride: int, rows: int, columns: int, health: U8 | None, layer: int
+) -> None:
+    """dst row r, at dst_stride * r, = src row r, at src_stride * r: (rows, columns)."""
+    for row in range(rows):
+        dst[row * dst_stride : row * dst_stride + columns] = src[row * src_stride : row * src_stride + columns]
+
+
+def advance_batch(seqs: U64, n_seqs: int, n: int, health: U8 | None, layer: int) -> None:
+    """*pos_d += n of every sequence."""
+    for addresses in seqs.reshape(-1, len(FIELDS))[:n_seqs].tolist():
+        HostMemory.array(addresses[FIELDS.index("pos_d")], 1, np.int32)[0] += n

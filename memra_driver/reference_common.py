@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from memra_driver.formats import FORMATS
 from memra_driver.health import Fault
-from memra_driver.layout import HEALTH_BYTES
+from memra_driver.layout import HEALTH_BYTES, SeqC
 from memra_driver.memory import HostMemory
 
 F32 = NDArray[np.float32]
@@ -37,7 +37,7 @@ def report(health: U8 | None, kind: Fault, layer: int, slot: int, count: int) ->
     health[80:84].view(np.uint32)[0] |= 1 << kind
 
 
-FIELDS = ("k", "v", "len_d", "conv_state", "ssm_state", "pos_d", "health")  # of memra_seq, in order
+FIELDS = tuple(name for name, _ in SeqC._fields_)
 _DTYPES = {"k": np.uint8, "v": np.uint8, "health": np.uint8, "len_d": np.int32, "pos_d": np.int32}
 
 
@@ -68,14 +68,17 @@ def batched(split: tuple[str, ...], **sizes: Callable[[dict[str, Any]], int]) ->
             n_seqs = a["n_seqs"]
             for i, addresses in enumerate(a["seqs"].reshape(-1, len(FIELDS))[:n_seqs].tolist()):
                 own = dict(a, seqs=None, n_seqs=1)
+                own["max_ctx"] = addresses.pop()
                 own |= {name: _part(a[name], i, n_seqs) for name in split if a[name] is not None}
-                for field, address in zip(FIELDS, addresses, strict=True):
-                    size = {"pos_d": 1, "health": HEALTH_BYTES}.get(field) or (sizes[field](a) if field in sizes else 0)
+                for field, address in zip(FIELDS[:-1], addresses, strict=True):
+                    size = {"pos_d": 1, "health": HEALTH_BYTES}.get(field) or (
+                        sizes[field](own) if field in sizes else 0
+                    )
                     array = HostMemory.array(address, size if address else 0, _DTYPES.get(field, np.float32))
                     for name in ("state_in", "state_out") if field == "ssm_state" else (field,):
                         if name in names and field in ("pos_d", "health", *sizes):
                             own[name] = array
-                twin(**own)
+                twin(**{name: own[name] for name in names})
 
         return cast(Twin, run)
 

@@ -8,14 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from memra_driver import layout
 from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, SnapshotError, StateError
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, StepOp
+from memra_driver.place import Key
+from memra_driver.plan import CachePlan
 from memra_driver.snapshot import CacheSnapshot
+
+if TYPE_CHECKING:
+    from memra_driver.cache import Cache
+    from memra_driver.graph import Graph
+    from memra_driver.round import Round
+
+
+class At(NamedTuple):
+    """Where a launch finds its position and its sequences: pos_d where not None, else slot; or a table of sequences."""
+
+    pos_d: Any
+    slot: int
+    seqs: Any
+    n_seqs: int
+    health: Any
 
 
 class CacheRules:
@@ -25,6 +42,9 @@ class CacheRules:
     devices: tuple[Any, ...]
     kv: list[KvLayer | None]
     recur: list[RecurLayer | None]
+    plan: CachePlan
+    _planes: dict[Key, Any]
+    open_round: Round | None = None
     _c: layout.CacheC
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
@@ -39,7 +59,33 @@ class CacheRules:
         """What the cache allows now."""
         return CacheState(self._c.state)
 
+    @property
+    def recording(self) -> Graph | None:
+        """The graph that is being recorded on one of the cache's devices."""
+        return next((e.recording for e in self.devices if getattr(e, "recording", None) is not None), None)
+
+    @property
+    def device_clock(self) -> bool:
+        """Whether kernels must take the position from pos_d: in a capture, or where the host does not know it."""
+        return self.state is CacheState.UNSETTLED or self.recording is not None
+
+    def set_state(self, state: CacheState) -> None:
+        self._c.state = state
+
     # Checks. Each raises before anything is changed.
+
+    def check_recording(self, what: str) -> None:
+        """In a capture: the graph learns of the cache, or `what` is refused."""
+        graph = self.recording
+        if graph is None:
+            return
+        if any(getattr(e, "recording", None) is None for e in self.devices):
+            raise StateError(f"{what}: a capture belongs to one device; this cache spans {len(self.devices)}")
+        graph.touch(cast("Cache", self))
+
+    def check_not_recording(self, what: str) -> None:
+        if self.recording is not None:
+            raise StateError(f"{what}: a capture is open; only steps and rounds can be recorded")
 
     def check_device(self, e: Any) -> None:
         if not any(e is each for each in self.devices):
@@ -58,7 +104,10 @@ class CacheRules:
         raise StateError(f"{what}: {reasons.get(state, state.name)}")
 
     def check_settled(self, what: str) -> None:
-        """Ready, and no step open."""
+        """Ready, and no step, round or capture open."""
+        self.check_not_recording(what)
+        if self.open_round is not None:
+            raise StateError(f"{what}: a round is open; commit or leave it first")
         self.check_state(what, CacheState.READY)
         if self.step_rows:
             raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
@@ -103,12 +152,48 @@ class CacheRules:
 
     # One operation of a step.
 
+    batch: None = None  # a Cache stands for itself; a CacheBatch for several
+
+    @property
+    def members(self) -> tuple[Cache, ...]:
+        return (cast("Cache", self),)
+
+    def at(self, il: int) -> At:
+        """Where a launch for layer il finds its position."""
+        d = self.plan.device_of(il)
+        pos_d = self._planes["pos_d", None, d] if self.device_clock else None
+        return At(pos_d, self.pos, None, 1, self._planes["health", None, d])
+
+    @contextmanager
+    def step(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[At]:
+        """One mutating operation of a step: checks, yields where it works, and notes the step when it was enqueued."""
+        with self.step_op(e, il, op, rows):
+            yield self.at(il)
+
+    def check_attend(self, il: int, rows: int) -> None:
+        """Every row that the query rows see was written."""
+        layer = self.kv_layer(il)
+        self.check_length("pos", self.pos)
+        self.check_length(f"layer {il}: len", layer.len)
+        if layer.len < self.pos + rows:
+            raise StateError(
+                f"layer {il}: attend of {rows} rows at position {self.pos}, but only {layer.len} rows stand"
+            )
+
+    def check_settled_read(self, what: str) -> None:
+        """Refused in a capture, or where the host does not know the lengths."""
+        self.check_not_recording(what)
+        self.check_state(what, CacheState.READY, CacheState.PENDING_REPLAY)
+
     @contextmanager
     def step_op(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[KvLayer | RecurLayer]:
         """One mutating operation of a step: checks, yields the layer, and notes the step when it was enqueued."""
         layer = self.layer(e, il, op)
         name = op.name or ""
-        self.check_state(name.lower(), CacheState.READY, CacheState.PENDING_REPLAY)
+        self.check_recording(name.lower())
+        self.check_steppable(name.lower())
+        if self.open_round is not None and rows > self.open_round.width:
+            raise CapacityError(f"layer {il}: {rows} rows in a round of width {self.open_round.width}")
         if self.step_rows and rows != self.step_rows:
             raise StateError(f"layer {il}: {rows} rows, but the open step has {self.step_rows}; advance first")
         if layer.step_ops & op:
@@ -130,10 +215,30 @@ class CacheRules:
         yield layer
         layer._c.step_ops |= op
         self._c.step_rows = rows
+        graph = self.recording
+        if graph is not None:
+            graph.note(cast("Cache", self), need)
+
+    def check_steppable(self, what: str) -> None:
+        """Ready or replaying; unsettled only in a round or a capture, which take the position from the device."""
+        allowed = [CacheState.READY, CacheState.PENDING_REPLAY]
+        if self.open_round is not None or self.recording is not None:
+            allowed.append(CacheState.UNSETTLED)
+        self.check_state(what, *allowed)
 
     def check_readable(self, what: str) -> None:
-        """Refuses an operation that reads the sequence where the host does not know where it stands."""
-        self.check_state(what, CacheState.READY, CacheState.PENDING_REPLAY)
+        """An operation that reads the sequence and changes nothing."""
+        self.check_recording(what)
+        self.check_steppable(what)
+
+    def check_replayable(self, what: str, need: int) -> None:
+        """A recorded step or round may be launched: ready or unsettled, no step open, room for `need` rows."""
+        self.check_state(what, CacheState.READY, CacheState.UNSETTLED)
+        if self.step_rows or self.open_round is not None:
+            raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
+        self.check_lengths()
+        if self.pos + need > self.max_ctx:
+            raise CapacityError(f"{what}: {need} rows behind position {self.pos}; max_ctx is {self.max_ctx}")
 
     def layer(self, e: Any, il: int, op: StepOp) -> KvLayer | RecurLayer:
         """Layer il, of the kind that op works on, after checking that e owns it."""

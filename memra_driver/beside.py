@@ -1,0 +1,156 @@
+"""What a cache keeps beside the sequence: parked logits, tapped hidden states, the error record."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from memra_driver import layout
+from memra_driver.errors import ArrayError, CapacityError, ConfigError, DeviceMismatch, HealthError, StateError
+from memra_driver.health import Health
+from memra_driver.interop import operand
+from memra_driver.layers import DflashTapSink
+from memra_driver.layout import CacheState
+from memra_driver.place import Action, ordinal, read_bytes, run_actions, zero_actions
+from memra_driver.rules import CacheRules
+
+
+class CacheBeside(CacheRules):
+    """Parked logits, tap sink and error record of a cache; `Cache` builds on it."""
+
+    last_logits_dev: Any = None
+    dflash_taps: DflashTapSink | None = None
+    _lazy: dict[str, Any]
+    _retired: list[Any]
+    _logits_at = 0  # the length that the sequence had with the token whose logits are parked
+
+    def park_logits(self, e: Any, row: Any) -> None:
+        """Copies one row of n_vocab f32 into `last_logits_dev`, in stream order; e is the last layer's device.
+
+        They belong to position pos + step_rows, and are dropped when the sequence goes below it. The buffer is
+        allocated at the first call (unless reserved) and keeps its address.
+        """
+        self._check_last_device(e, "park_logits")
+        self.check_state("park_logits", CacheState.READY)
+        if self.cfg.n_vocab < 1:
+            raise ConfigError("park_logits needs n_vocab, which this model description lacks")
+        source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), ordinal(e), rows=1, out=False)
+        kept = self._plane_beside("logits", e, self.cfg.n_vocab)
+        e.copy_bytes(kept.ptr, source.ptr, source.nbytes)
+        self.last_logits_dev = kept
+        self._logits_at = self.pos + self.step_rows
+        self._c.last_logits_dev.present = 1
+        layout.put_slice(self._c.last_logits_dev.slice, kept, ordinal(e))
+
+    def take_logits(self, e: Any) -> Any:
+        """The parked logits as a slice, or None; they stay parked. Waits for nothing."""
+        self._check_last_device(e, "take_logits")
+        self.check_state("take_logits", CacheState.READY, CacheState.PENDING_REPLAY)
+        return self.last_logits_dev
+
+    def arm_taps(self, e: Any, layer_ids: Sequence[int], t: int, hidden: int) -> None:
+        """Makes room for the residual stream after each of layer_ids, for up to t rows of `hidden` f32.
+
+        Slot order is the given order; `ops.tap_write` fills it. The layers share one device, e. A buffer that
+        is large enough is used again, at the same address. What stands in it before it is written is undefined.
+        """
+        self.check_state("arm_taps", CacheState.READY, CacheState.PENDING_REPLAY)
+        ids, t, hidden = [operator.index(il) for il in layer_ids], operator.index(t), operator.index(hidden)
+        for il in ids:
+            if not 0 <= il < self.cfg.n_layer:
+                raise ConfigError(f"tap of layer {il}; layers are 0 .. {self.cfg.n_layer - 1}")
+        if not ids or len(set(ids)) < len(ids):
+            raise ConfigError(f"taps {ids}: at least one layer, and each once")
+        if t < 1 or hidden < 1:
+            raise ConfigError(f"taps of {t} rows of {hidden}; at least 1 each")
+        for il in ids:
+            if self.devices[self.plan.device_of(il)] is not e:
+                raise DeviceMismatch(f"tap layer {il} does not live on {e!r}; tap layers share one device")
+        buf = self._plane_beside("taps", e, t * len(ids) * hidden)
+        self.dflash_taps = DflashTapSink(ids, buf.view(0, t * len(ids) * hidden), hidden, t)
+        self._tap_ids = (ctypes.c_int32 * len(ids))(*ids)
+        sink = self._c.dflash_taps
+        sink.present, sink.n_taps, sink.layer_ids, sink.hidden, sink.t = 1, len(ids), self._tap_ids, hidden, t
+        layout.put_slice(sink.buf, self.dflash_taps.buf, ordinal(e))
+
+    def disarm_taps(self) -> DflashTapSink | None:
+        """Takes the sink out and returns it; its buffer is written again after the next arm_taps."""
+        sink, self.dflash_taps = self.dflash_taps, None
+        self._c.dflash_taps.present = 0
+        return sink
+
+    def tap_slot(self, e: Any, il: int, rows: int) -> tuple[DflashTapSink, int]:
+        """The armed sink and the slot of layer il in it, after checking that e owns it and the rows fit."""
+        self.check_state("tap_write", CacheState.READY, CacheState.PENDING_REPLAY)
+        sink = self.dflash_taps
+        if sink is None:
+            raise StateError("tap_write: no taps are armed; call arm_taps first")
+        if il not in sink.layer_ids:
+            raise ConfigError(f"layer {il} is not tapped; {sink.layer_ids} are")
+        if self.devices[self.plan.device_of(il)] is not e:
+            raise DeviceMismatch(f"layer {il} does not live on {e!r}")
+        if rows > sink.t:
+            raise CapacityError(f"{rows} rows to tap; the sink was armed for {sink.t}")
+        return sink, sink.layer_ids.index(il)
+
+    # The error record.
+
+    def health(self) -> Health:
+        """The error record, after the work queued before; false when it is empty. Waits."""
+        self.check_state("health", *(state for state in CacheState if state is not CacheState.CLOSED))
+        return Health.read(
+            read_bytes(self._planes["health", None, d], layout.HEALTH_BYTES) for d in range(len(self.devices))
+        )
+
+    def clear_health(self) -> None:
+        """Empties the error record, in stream order."""
+        self.check_state("clear_health", *(state for state in CacheState if state is not CacheState.CLOSED))
+        actions: list[Action] = []
+        for d, device in enumerate(self.devices):
+            actions += zero_actions(device, [self._planes["health", None, d]])
+        run_actions(actions, lambda: None)
+
+    def check_strict(self) -> None:
+        if self.plan.options.strict:
+            found = self.health()
+            if found:
+                raise HealthError(f"{found}; clear_health() goes on")
+
+    # Inside.
+
+    def drop_logits_above(self, stands: int) -> None:
+        """Drops parked logits whose token is among those that were given up."""
+        if self._logits_at > stands:
+            self.drop_logits()
+
+    def drop_logits(self) -> None:
+        """Forgets the parked logits; the buffer stays for the next."""
+        self.last_logits_dev = None
+        self._logits_at = 0
+        self._c.last_logits_dev.present = 0
+
+    def _plane_beside(self, name: str, e: Any, n: int) -> Any:
+        """The reserved plane, or one allocated now; a larger one replaces it."""
+        reserved = [p for (plane, _, d), p in self._planes.items() if plane == name and self.devices[d] is e]
+        found = self._lazy.get(name) or (reserved[0] if reserved else None)
+        if found is not None and found.len >= n:
+            return found
+        if getattr(e, "recording", None) is not None:
+            raise StateError(
+                f"{name} need {n} elements, and nothing is allocated while a capture is open; do it once before"
+            )
+        if name in self._lazy:
+            self._retired.append(self._lazy[name])  # a graph may hold its address
+        self._lazy[name] = e.uninit(n)
+        return self._lazy[name]
+
+    def _check_last_device(self, e: Any, what: str) -> None:
+        last = self.devices[self.plan.placement[-1]]
+        if e is not last:
+            raise DeviceMismatch(f"{what}: logits live on the last layer's device, {last!r}, not on {e!r}")
+        if not hasattr(e, "copy_bytes"):
+            raise ArrayError(f"{e!r} copies by its seven operations only")

@@ -1,0 +1,174 @@
+"""The clock of a cache: pos and the lengths on the host, and their mirrors on the devices."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from memra_driver.beside import CacheBeside
+from memra_driver.errors import CapacityError, ConfigError, StateError
+from memra_driver.layout import CacheState
+from memra_driver.place import Action, commit_counter_actions, copy_actions, counter_actions, run_actions
+
+if TYPE_CHECKING:
+    from memra_driver.graph import Graph
+
+
+class CacheClock(CacheBeside):
+    """How a cache moves, and how host and device agree on where it stands; `Cache` builds on it."""
+
+    _counter_layers: list[list[int]]
+
+    def advance(self, e: Any, n: int = 1) -> None:
+        """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
+        n = operator.index(n)
+        self.check_device(e)
+        self.check_advance(n)
+        if n:
+            run_actions(self.commit_actions(None, n, n, {}, self.pos + n), self.taint)
+            self.advanced(n)
+
+    def check_advance(self, n: int) -> None:
+        """What advance refuses."""
+        self.check_recording("advance")
+        if self.open_round is not None:
+            raise StateError("advance: a round is open; its commit moves pos")
+        self.check_steppable("advance")
+        if self.step_rows and n != self.step_rows:
+            raise StateError(
+                f"advance by {n}, but a step of {self.step_rows} rows is open; advance by {self.step_rows}"
+            )
+        if n < 0:
+            raise StateError(f"advance by {n}; use rollback or truncate to go back")
+        self.check_replay("advance", n)
+        self.check_length("pos", self.pos)
+        if self.pos + n > self.max_ctx:
+            raise CapacityError(
+                f"advance from {self.pos} by {n} needs {self.pos + n} positions; max_ctx is {self.max_ctx}"
+            )
+
+    def advanced(self, n: int) -> None:
+        """The host's part of an advance that was enqueued."""
+        self.end_step(self.pos + n)
+        if self.state is CacheState.PENDING_REPLAY and self.pos == self.replay_to:
+            self._c.state, self._c.replay_to = CacheState.READY, 0
+
+    def sync_d(self, e: Any) -> None:
+        """Stamps every len_d and pos_d from the host values, in stream order; call it after assigning len or pos."""
+        self.check_device(e)
+        self.check_not_recording("sync_d")
+        self.check_state("sync_d", CacheState.READY, CacheState.PENDING_REPLAY)
+        self.check_lengths()
+        run_actions(self._stamp_actions(), self.taint)
+
+    def settle(self, e: Any) -> None:
+        """After a device-side accept count: reads the counters back, and the host's follow. Waits."""
+        self.check_device(e)
+        self.check_not_recording("settle")
+        if self.open_round is not None:
+            raise StateError("settle: a round is open; commit or leave it first")
+        self.check_state("settle", CacheState.READY, CacheState.UNSETTLED)
+        if self.state is CacheState.READY:
+            return
+        pos = int(self._planes["pos_d", None, 0].to_numpy()[0])
+        lens = {il: int(layer.len_d.to_numpy()[0]) for il, layer in enumerate(self.kv) if layer is not None}
+        for il, length in lens.items():
+            self.kv_layer(il).len = length
+        self.end_step(pos)
+        self.set_state(CacheState.READY)
+        self.drop_logits_above(pos)
+        self.check_strict()
+
+    def unsettle(self) -> None:
+        """The devices know a count that the host does not: pos and len are now the most that they can be."""
+        self.set_state(CacheState.UNSETTLED)
+
+    def prepare_replay(self, e: Any) -> None:
+        """Before a recorded graph is launched: stamps the counters, and brings each state to where it was born.
+
+        At most one device copy a layer, and only where the two buffers have changed places an odd number of
+        times. `Graph.launch` calls it; an engine that launches the graph itself does so too. Waits for nothing.
+        """
+        self.check_device(e)
+        self.check_not_recording("prepare_replay")
+        self.check_replayable("prepare_replay", 0)
+        away = [layer for layer in self.recur if layer is not None and layer.ssm_state.ptr != layer.home.ptr]
+        actions: list[Action] = []
+        for device in self.devices:
+            actions += copy_actions(device, [(layer.home, layer.away) for layer in away if layer.owner is device])
+        if self.state is CacheState.READY:
+            actions += self._stamp_actions()
+        run_actions(actions, self.taint)
+        for layer in away:
+            layer.swap()
+
+    def replayed(self, graph: Graph, launches: int) -> None:
+        """A recorded graph ran `launches` times since prepare_replay: the host's clock moves as the ops would have."""
+        launches = operator.index(launches)
+        move = next((move for move in graph.moves if move.cache is self), None)
+        if move is None:
+            raise ConfigError("this graph moves another cache")
+        if launches < 0:
+            raise ConfigError(f"{launches} launches")
+        self.check_replayable("replayed", move.need + move.tokens * (launches - 1) if launches else 0)
+        self.end_step(self.pos + move.tokens * launches)
+        for il in move.appended if launches else ():
+            layer = self.kv_layer(il)
+            layer.len = max(layer.len, self.pos)
+        if move.unsettles and launches:
+            self.unsettle()
+
+    def commit_actions(self, count: Any, accept: int, rows: int, lens: dict[int, int], pos: int) -> list[Action]:
+        """Ends a step on the devices: len_d of the layers of `lens`, and pos_d.
+
+        With a device-side count, or where kernels take the position from the device, they move by the accepted rows;
+        else they are stamped with `lens` and `pos`.
+        """
+        actions: list[Action] = []
+        moved = count is not None or self.device_clock
+        for d, e in enumerate(self.devices):
+            if not moved:
+                actions += self._counter_actions(d, lens, pos)
+                continue
+            layers = self._counter_layers[d]
+            counters = [self.kv_layer(il).len_d for il in layers]
+            chosen = [i for i, il in enumerate(layers) if il in lens]
+            pos_d, health = self._planes["pos_d", None, d], self._planes["health", None, d]
+            packed = self._planes.get(("counters", None, d))
+            actions += commit_counter_actions(e, counters, packed, chosen, pos_d, count, accept, rows, health)
+        return actions
+
+    def tape(self, il: int, rows: int) -> list[Any]:
+        """Where a round of `rows` rows keeps x, q, k, v, g_log and beta of layer il, one behind the other."""
+        layer = self.recur[il]
+        assert layer is not None
+        plane = self._planes["tape", il, self.plan.device_of(il)]
+        vector, gate = rows * layer.num_v * layer.state_size, rows * layer.num_v
+        parts, at = [], 0
+        for size in (rows * layer.conv_dim, vector, vector, vector, gate, gate):
+            parts.append(plane.view(at, at + size))
+            at += size
+        return parts
+
+    def scan_tape(self, il: int, rows: int) -> Any:
+        """Where the scan of a round keeps its operands: the tape behind x."""
+        layer = self.recur[il]
+        assert layer is not None
+        plane = self._planes["tape", il, self.plan.device_of(il)]
+        return plane.view(rows * layer.conv_dim, plane.len)
+
+    def _stamp_actions(self) -> list[Action]:
+        """Every len_d and pos_d from the host values."""
+        lens = {il: layer.len for il, layer in enumerate(self.kv) if layer is not None}
+        actions: list[Action] = []
+        for d in range(len(self.devices)):
+            actions += self._counter_actions(d, lens, self.pos)
+        return actions
+
+    def _counter_actions(self, d: int, lens: dict[int, int], pos: int) -> list[Action]:
+        """Stamps len_d of the layers of `lens` that live on device d, and its pos_d."""
+        layers = self._counter_layers[d]
+        counters = [self.kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
+        values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
+        packed = self._planes.get(("counters", None, d))
+        return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])

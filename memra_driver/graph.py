@@ -1,0 +1,212 @@
+"""Recorded steps: what the operations enqueue between the ends of a capture, launched again as often as wanted.
+
+While a capture is open, operations take the position from the device (pos_d), the scan works in place on the
+buffer that ssm_state had at birth, and the host's clock moves only for the checks: at the end it returns to where it
+was. The graph remembers which caches it moved and how far, and each launch moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memra_driver import driver
+from memra_driver.errors import DriverError, StateError
+from memra_driver.layout import CacheState
+from memra_driver.memory import Closing
+
+if TYPE_CHECKING:
+    from memra_driver.clock import CacheClock
+
+
+@dataclass
+class Clock:
+    """The host's scalars of a cache at one moment."""
+
+    pos: int
+    lens: list[int | None]
+    state: CacheState
+
+    @classmethod
+    def of(cls, cache: CacheClock) -> Clock:
+        return cls(cache.pos, [None if layer is None else layer.len for layer in cache.kv], cache.state)
+
+    def put(self, cache: CacheClock) -> None:
+        cache.end_step(self.pos)
+        cache.set_state(self.state)
+        for layer, length in zip(cache.kv, self.lens, strict=True):
+            if layer is not None and length is not None:
+                layer.len = length
+
+
+@dataclass
+class Move:
+    """What one launch does to a cache: pos moves by `tokens`; the layers of `appended` stand at least there."""
+
+    cache: CacheClock
+    begin: Clock
+    need: int = 0  # positions from pos on that a launch may write
+    tokens: int = 0
+    appended: frozenset[int] = frozenset()
+    unsettles: bool = False
+
+
+class Graph(Closing):
+    """A capture on one device. `launch` replays it; `moves` says what that does to which cache.
+
+    An engine that launches the graph itself calls `cache.prepare_replay(e)` before and `cache.replayed(graph,
+    launches)` behind. Close it before its device.
+    """
+
+    def __init__(self, e: Any) -> None:
+        self.e = e
+        self.moves: list[Move] = []
+        self.is_closed = False
+        self._recording = True
+
+    def touch(self, cache: CacheClock) -> None:
+        """A cache takes part; called by every operation before it changes the host's clock."""
+        if any(move.cache is cache for move in self.moves):
+            return
+        if len(cache.devices) > 1:
+            raise StateError(f"a capture belongs to one device; this cache spans {len(cache.devices)}")
+        cache.check_state("capture", CacheState.READY, CacheState.UNSETTLED)
+        if cache.step_rows or cache.open_round is not None:
+            raise StateError("capture: a step or a round was open when the capture began; end it first")
+        self.moves.append(Move(cache, Clock.of(cache)))
+
+    def note(self, cache: CacheClock, end: int) -> None:
+        """Rows below position `end` are written by a launch that starts where the capture started."""
+        move = next(move for move in self.moves if move.cache is cache)
+        move.need = max(move.need, end - move.begin.pos)
+
+    def launch(self) -> None:
+        """Replays once, in stream order: stamps the counters, brings the states home, launches, moves the host.
+
+        Raises, before anything is changed: StateError (a cache is not ready, or has a step open), CapacityError.
+        """
+        if self._recording or self.is_closed:
+            raise StateError("the capture is still open" if self._recording else "the graph is closed")
+        for move in self.moves:
+            move.cache.check_replayable("graph launch", move.need)
+        for move in self.moves:
+            move.cache.prepare_replay(self.e)
+        try:
+            self._run()
+        except BaseException:
+            for move in self.moves:
+                move.cache.taint()
+            raise
+        for move in self.moves:
+            move.cache.replayed(self, 1)
+
+    def finish(self) -> None:
+        """The capture has ended: learns how far each cache moved and puts the host's clock back."""
+        self._recording = False
+        unfinished = [move for move in self.moves if move.cache.step_rows or move.cache.open_round is not None]
+        for move in self.moves:
+            cache, begin = move.cache, move.begin
+            move.tokens = cache.pos - begin.pos
+            now = [None if layer is None else layer.len for layer in cache.kv]
+            move.appended = frozenset(il for il, length in enumerate(now) if length != begin.lens[il])
+            move.unsettles = cache.state is CacheState.UNSETTLED and begin.state is not CacheState.UNSETTLED
+            cache.open_round = None
+            begin.put(cache)
+        if unfinished:
+            raise StateError("a step or a round is open at the end of the capture; advance or commit inside it")
+
+    def abandon(self) -> None:
+        """The capture failed: the host's clock goes back, and the graph can never be launched."""
+        self._recording, self.is_closed = False, True
+        for move in self.moves:
+            move.cache.open_round = None
+            move.begin.put(move.cache)
+
+    def close(self) -> None:
+        """Frees the graph; may be called twice."""
+        self.is_closed = True
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class CudaGraph(Graph):
+    """A CUDA graph."""
+
+    def __init__(self, e: Any) -> None:
+        super().__init__(e)
+        self.handle = 0  # CUgraphExec
+
+    def close(self) -> None:
+        super().close()
+        handle, self.handle = self.handle, 0
+        if handle:
+            self.e.context.bind()
+            driver.graph_exec_destroy(handle)
+
+    def _run(self) -> None:
+        self.e.context.bind()
+        driver.graph_launch(self.handle, self.e.stream.handle)
+
+
+class HostGraph(Graph):
+    """Calls that the host device noted, run again in order."""
+
+    def __init__(self, e: Any) -> None:
+        super().__init__(e)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def _run(self) -> None:
+        for call, *args in self.calls:
+            call(*args)
+
+
+@contextmanager
+def capture_cuda(e: Any) -> Iterator[CudaGraph]:
+    """Records what is enqueued on e's stream inside the block."""
+    graph = CudaGraph(e)
+    with recording(e, graph):
+        e.context.bind()
+        driver.stream_begin_capture(e.stream.handle)
+        try:
+            yield graph
+        except BaseException:
+            _discard(e)
+            raise
+        made = driver.stream_end_capture(e.stream.handle)
+        try:
+            graph.handle = driver.graph_instantiate(made)
+        finally:
+            driver.graph_destroy(made)
+        driver.graph_upload(graph.handle, e.stream.handle)
+
+
+def _discard(e: Any) -> None:
+    """Ends a capture that failed; what it recorded, if anything, is freed."""
+    try:
+        driver.graph_destroy(driver.stream_end_capture(e.stream.handle))
+    except DriverError:
+        return  # the capture was invalid already, and has ended
+
+
+@contextmanager
+def recording(e: Any, graph: Graph) -> Iterator[None]:
+    """e.recording is `graph` inside the block; afterwards the graph knows its moves, or is given up."""
+    if e.recording is not None:
+        raise StateError("a capture is open on this device already")
+    e.recording = graph
+    try:
+        yield
+    except BaseException:
+        e.recording = None
+        graph.abandon()
+        graph.close()
+        raise
+    e.recording = None
+    try:
+        graph.finish()
+    except BaseException:
+        graph.close()
+        raise

@@ -1,0 +1,167 @@
+"""One speculative round as a transaction: it begins without a copy and ends with the tokens that stand.
+
+Inside a round the convolution leaves the ring alone, the scan writes the other state buffer, and both copy their
+inputs to the tape. So a reject has nothing to undo but lengths; a full accept rolls the ring and swaps the buffers; a
+partial accept rebuilds the ring from the tape and runs the scan over the accepted rows again, from the state that
+was kept. All three leave the bits of plain decoding.
+"""
+
+from __future__ import annotations
+
+import operator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, StateError
+from memra_driver.interop import operand
+from memra_driver.layout import CacheState, StepOp
+from memra_driver.place import Action, ordinal, run_actions
+
+if TYPE_CHECKING:
+    from memra_driver.cache import Cache
+    from memra_driver.layers import RecurLayer
+
+
+class Round:
+    """`with Round(cache, e, width=4) as r:` one step of up to `width` rows through ops, then `r.commit(n)`.
+
+    No advance inside; leaving without a commit rejects. width: at most CacheOptions.round_width. The cache
+    must be ready with no step open; after device-side commits it may be unsettled. Nothing waits.
+    Raises StateError, ConfigError, DeviceMismatch.
+    """
+
+    def __init__(self, cache: Cache, e: Any, *, width: int) -> None:
+        width = operator.index(width)
+        limit = cache.plan.options.round_width
+        if not 1 <= width <= limit:
+            raise ConfigError(f"a round of width {width}; the cache was built with CacheOptions(round_width={limit})")
+        self.cache, self.e, self.width = cache, e, width
+        self._lens: dict[int, int] = {}
+        self._open = False
+
+    def __enter__(self) -> Self:
+        cache = self.cache
+        cache.check_device(self.e)
+        cache.check_recording("a round")
+        cache.check_state("a round", CacheState.READY, CacheState.UNSETTLED)
+        if cache.step_rows:
+            raise StateError(f"a round: a step of {cache.step_rows} rows is open; advance or roll back first")
+        if cache.open_round is not None:
+            raise StateError("a round is open already")
+        cache.check_lengths()
+        self._lens = {il: layer.len for il, layer in enumerate(cache.kv) if layer is not None}
+        self._open, cache.open_round = True, self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self.reject()
+
+    def _run(self, actions: list[Action]) -> None:
+        """Runs the end of the round; where it fails half way the cache is tainted and the round over."""
+        try:
+            run_actions(actions, self.cache.taint)
+        except BaseException:
+            if self.cache.state is CacheState.TAINTED:
+                self._open, self.cache.open_round = False, None
+            raise
+
+    def commit(self, accept_len: int) -> None:
+        """The first accept_len rows of the step stand; pos moves by as many."""
+        accept_len, rows = operator.index(accept_len), self._rows()
+        if not 0 <= accept_len <= rows:
+            raise CapacityError(f"accept_len is {accept_len}; the round ran {rows} rows")
+        if accept_len == 0:
+            self.reject()
+            return
+        cache = self.cache
+        in_place = cache.device_clock
+        actions: list[Action] = []
+        swaps: list[RecurLayer] = []
+        for il, layer in self._recurrent():
+            owner = layer.owner
+            actions += self._commit_layer(owner, il, layer, None, accept_len, rows, swap=not in_place)
+            if accept_len == rows and not in_place and layer.step_ops & StepOp.SCAN:
+                swaps.append(layer)
+        end = cache.pos + accept_len
+        lens = {il: max(self._lens[il], end) for il in self._took_part()}
+        actions += cache.commit_actions(None, accept_len, rows, lens, end)
+        self._run(actions)
+        for layer in swaps:
+            layer.swap()
+        self._finish(lens, end)
+
+    def commit_from_device(self, accept_d: Any) -> None:
+        """As commit, with the count in one device i32: nothing is read back, and it may be captured.
+
+        A count outside 0 .. rows is a fault of the error record and rejects. The cache is unsettled until `settle`.
+        """
+        cache, rows = self.cache, self._rows()
+        if len(cache.devices) > 1:
+            raise DeviceMismatch("commit_from_device serves caches on one device; this one spans several")
+        count = operand(accept_d, "accept_d", (1,), (np.int32,), ordinal(self.e), rows=1, out=False)
+        actions: list[Action] = []
+        for il, layer in self._recurrent():
+            actions += self._commit_layer(layer.owner, il, layer, count, 0, rows, swap=False)
+        end = cache.pos + rows  # the most it can be; settle brings what it is
+        lens = {il: max(self._lens[il], end) for il in self._took_part()}
+        actions += cache.commit_actions(count, 0, rows, lens, end)
+        self._run(actions)
+        self._finish(lens, end)
+        cache.unsettle()
+
+    def reject(self) -> None:
+        """Nothing of the step stands: lengths return, and ring, state and pos never moved."""
+        self._check_open()
+        cache = self.cache
+        lens = {il: self._lens[il] for il in self._took_part()}
+        if cache.step_rows:
+            self._run(cache.commit_actions(None, 0, cache.step_rows, lens, cache.pos))
+        self._finish(lens, cache.pos)
+
+    def _commit_layer(
+        self, e: Any, il: int, layer: RecurLayer, count: Any, accept: int, rows: int, *, swap: bool
+    ) -> list[Action]:
+        """Ring and state of one layer after the accepted rows; without `swap` always in place."""
+        cache, actions = self.cache, []
+        x, q, k, v, g_log, beta = cache.tape(il, rows)
+        health = cache.health_d(il)
+        if layer.step_ops & StepOp.CONV:
+            ring = layer.conv_state
+            args = (x, ring, ring, count, accept, rows, layer.conv_dim, layer.d_conv, health, il)
+            actions.append(lambda: e.launch("conv_ring_rebuild", *args))
+        if layer.step_ops & StepOp.SCAN and not (swap and accept == rows):
+            state = layer.home if cache.device_clock else layer.ssm_state
+            taken = rows if count is not None else accept
+            again = (q, k, v, g_log, beta, state, state, None, None, count, taken, layer.num_v, layer.state_size, 1.0)
+            actions.append(lambda: e.launch("gdn_scan", *again, None, 1, health, il))
+        return actions
+
+    def _recurrent(self) -> list[tuple[int, RecurLayer]]:
+        return [(il, layer) for il, layer in enumerate(self.cache.recur) if layer is not None and layer.step_ops]
+
+    def _took_part(self) -> list[int]:
+        return [il for il in self._lens if self.cache.kv_layer(il).step_ops & StepOp.APPEND]
+
+    def _rows(self) -> int:
+        self._check_open()
+        if not self.cache.step_rows:
+            raise StateError("nothing to commit: the round ran no step")
+        rows: int = self.cache.step_rows
+        return rows
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StateError("the round is over")
+
+    def _finish(self, lens: dict[int, int], pos: int) -> None:
+        cache = self.cache
+        for il, length in lens.items():
+            cache.kv_layer(il).len = length
+        self._open, cache.open_round = False, None
+        cache.end_step(pos)
+        cache.drop_logits_above(pos)
