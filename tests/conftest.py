@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import standin as standin_module
 
-MISUSE = "misuse: misuses the driver or leaks on purpose; the stand-in's errors and live bytes are not checked after it"
+MISUSE = (
+    "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
-    """The stand-in driver, fresh. After the test: no misuse, no broken guard, nothing left allocated."""
+    """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory and no graph left."""
     if request.config.getoption("--gpu"):
         pytest.skip("the stand-in is not loaded with --gpu")
     reason = standin_module.missing()
@@ -64,9 +66,7 @@ def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
     gc.collect()
     if request.node.get_closest_marker("misuse"):
         return
-    errors = control.errors()
-    assert not errors, "\n".join(errors)
-    assert control.live_bytes() == 0, f"{control.live_count()} allocations were never freed"
+    control.assert_clean()
 
 
 @pytest.fixture

@@ -137,6 +137,7 @@ class _Record(ctypes.Structure):
     _fields_ = [
         ("call", ctypes.c_char_p),
         ("kernel", ctypes.c_char_p),
+        ("node", ctypes.c_char_p),
         ("stream", ctypes.c_uint64),
         ("dst", ctypes.c_uint64),
         ("src", ctypes.c_uint64),
@@ -146,15 +147,18 @@ class _Record(ctypes.Structure):
         ("smem", ctypes.c_uint32),
         ("device", ctypes.c_int32),
         ("code", ctypes.c_int32),
+        ("captured", ctypes.c_int32),
     ]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that created, destroyed, enqueued or waited.
+    """One call that created, destroyed, enqueued or waited, or one node of a graph that was launched.
 
     `dst` and `src` are addresses or handles: an allocation or creation returns in `dst`, a free, destroy, event
     record or wait names its object in `src`; of a memset `src` is the value. `code` is what the call returned.
+    `captured`: the call became a node of a graph and ran nothing. The nodes of a launch follow its cuGraphLaunch;
+    their name is "node", `node` is the call that was captured, the rest is as that call had it.
     """
 
     name: str
@@ -168,6 +172,8 @@ class Call:
     smem: int
     device: int
     code: int
+    node: str
+    captured: bool
 
 
 class StandIn:
@@ -175,7 +181,7 @@ class StandIn:
 
     def __init__(self, driver: Path, kernels: Path) -> None:
         self._lib = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
-        for name in ("live_bytes", "live_count", "check_guards"):
+        for name in ("live_bytes", "live_count", "live_graphs", "check_guards"):
             getattr(self._lib, f"fake_{name}").restype = ctypes.c_uint64
         for name in ("trace", "errors"):
             function = getattr(self._lib, f"fake_{name}")
@@ -205,6 +211,7 @@ class StandIn:
             Call(
                 r.call.decode(), r.stream, r.dst, r.src, r.bytes, (r.kernel or b"").decode(),
                 tuple(r.grid), tuple(r.block), r.smem, r.device, r.code,
+                (r.node or b"").decode(), bool(r.captured),
             )
             for r in records
         ]  # fmt: skip
@@ -214,8 +221,9 @@ class StandIn:
         return [call for call in self.trace() if call.name in names]
 
     def launches(self) -> list[str]:
-        """The names of the kernels launched, in order."""
-        return [call.kernel for call in self.calls("cuLaunchKernel", "cuLaunchKernelEx")]
+        """The names of the kernels launched, in order: by calls that were not captured, and by nodes of graphs."""
+        calls = self.calls("cuLaunchKernel", "cuLaunchKernelEx", "node")
+        return [call.kernel for call in calls if not call.captured and (call.name != "node" or call.kernel)]
 
     def clear_trace(self) -> None:
         self._lib.fake_trace_clear()
@@ -242,10 +250,24 @@ class StandIn:
         """Allocations made since `reset` and not freed."""
         return int(self._lib.fake_live_count())
 
+    def live_graphs(self) -> int:
+        """Captures begun since `reset` and not ended, graphs and executable graphs not destroyed."""
+        return int(self._lib.fake_live_graphs())
+
+    def assert_clean(self) -> None:
+        """No misuse, no broken guard, no memory and no graph left since `reset`."""
+        errors = self.errors()
+        assert not errors, "\n".join(errors)
+        assert self.live_bytes() == 0, f"{self.live_count()} allocations were never freed"
+        assert self.live_graphs() == 0, f"{self.live_graphs()} graphs or captures were never closed"
+
     # What shall happen.
 
     def fail(self, name: str, nth: int = 1, code: int = 999) -> None:
-        """Lets the nth call of this cu name from now fail with `code`, without effect. "*": of any traced call."""
+        """Lets the nth call of this cu name from now fail with `code`, without effect. "*": of any record of the trace.
+
+        "node" counts the nodes of graphs: the nth does not run, nor do those behind it; their launch returns `code`.
+        """
         if not self._lib.fake_set_fail(name.encode(), nth, code):
             raise RuntimeError("too many injected failures")
 

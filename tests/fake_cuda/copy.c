@@ -1,4 +1,4 @@
-// Copies and fills: checked where they are asked for, run by fake_enqueue.
+// Copies and fills.
 #include "fake.h"
 
 // n bytes at ptr must lie in one live allocation of `device` (-1: of any).
@@ -15,39 +15,46 @@ static CUresult check_range(struct call *call, uint64_t ptr, uint64_t n, int dev
     return OK;
 }
 
+CUresult copy_check(struct call *call, const struct op *op) {
+    CUresult code = OK;
+    if (op->kind != OP_COPY_OUT) code = check_range(call, op->dst, op->bytes, op->dst_device, "destination");
+    if (!code && (op->kind == OP_COPY || op->kind == OP_COPY_OUT))
+        code = check_range(call, op->src, op->bytes, op->src_device, "source");
+    if (!code && op->kind == OP_COPY && op->dst < op->src + op->bytes && op->src < op->dst + op->bytes)
+        return fake_misuse(call, INVALID_VALUE, "source and destination overlap");
+    return code;
+}
+
 static CUresult copy(struct call *call, struct stream *stream, uint64_t dst, int dst_device, uint64_t src,
                      int src_device, uint64_t n) {
     if (!n) return OK;
-    CUresult code = check_range(call, dst, n, dst_device, "destination");
-    if (!code) code = check_range(call, src, n, src_device, "source");
-    if (code) return code;
-    if (dst < src + n && src < dst + n) return fake_misuse(call, INVALID_VALUE, "source and destination overlap");
-    return fake_enqueue(call, stream, &(struct op){.kind = OP_COPY, .dst = dst, .src = src, .bytes = n});
+    struct op op = {.kind = OP_COPY, .dst = dst, .dst_device = dst_device, .src = src, .src_device = src_device,
+                    .bytes = n};
+    return fake_enqueue(call, stream, &op);
 }
 
 static CUresult copy_in(struct call *call, struct stream *stream, uint64_t dst, const void *src, uint64_t n) {
     if (!n) return OK;
     if (!src) return fake_misuse(call, INVALID_VALUE, "the host pointer is null");
-    CUresult code = check_range(call, dst, n, stream->context->device, "destination");
-    if (code) return code;
-    return fake_enqueue(call, stream, &(struct op){.kind = OP_COPY_IN, .dst = dst, .src = (uintptr_t)src, .bytes = n});
+    struct op op = {.kind = OP_COPY_IN, .dst = dst, .dst_device = stream->context->device, .src = (uintptr_t)src,
+                    .bytes = n};
+    return fake_enqueue(call, stream, &op);
 }
 
 static CUresult copy_out(struct call *call, struct stream *stream, void *dst, uint64_t src, uint64_t n) {
     if (!n) return OK;
     if (!dst) return fake_misuse(call, INVALID_VALUE, "the host pointer is null");
-    CUresult code = check_range(call, src, n, stream->context->device, "source");
-    if (code) return code;
-    return fake_enqueue(call, stream, &(struct op){.kind = OP_COPY_OUT, .dst = (uintptr_t)dst, .src = src, .bytes = n});
+    struct op op = {.kind = OP_COPY_OUT, .dst = (uintptr_t)dst, .src = src, .src_device = stream->context->device,
+                    .bytes = n};
+    return fake_enqueue(call, stream, &op);
 }
 
 static CUresult fill(struct call *call, struct stream *stream, uint64_t dst, uint32_t value, uint32_t width, uint64_t n) {
     if (!n) return OK;
     if (dst % width) return fake_misuse(call, INVALID_VALUE, "0x%llx is not aligned to %u", (unsigned long long)dst, width);
-    CUresult code = check_range(call, dst, n * width, stream->context->device, "destination");
-    if (code) return code;
-    return fake_enqueue(call, stream,
-                        &(struct op){.kind = OP_FILL, .dst = dst, .bytes = n * width, .value = value, .width = width});
+    struct op op = {.kind = OP_FILL, .dst = dst, .dst_device = stream->context->device, .bytes = n * width,
+                    .value = value, .width = width};
+    return fake_enqueue(call, stream, &op);
 }
 
 #define STREAM(handle)     \

@@ -30,6 +30,7 @@ static const struct {
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {INVALID_SOURCE, "CUDA_ERROR_INVALID_SOURCE", "device kernel image is invalid"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE", "not possible in the present state"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -39,6 +40,9 @@ static const struct {
     {CONTEXT_IS_DESTROYED, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed"},
     {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "not permitted when the stream is capturing"},
+    {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "an earlier error ended the capture"},
+    {CAPTURE_IMPLICIT, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "would make the legacy stream wait for a capture"},
 };
 
 static CUresult describe(CUresult code, const char **out, bool name) {
@@ -61,6 +65,7 @@ API CUresult cuGetExportTable(const void **table, const void *id) {
 API CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
     static const char *const suffixes[] = {"_v3", "_v2", ""};
     (void)version, (void)flags;
+    if (!strcmp(symbol, "cuGraphInstantiate")) symbol = "cuGraphInstantiateWithFlags"; // its name since CUDA 12
     Dl_info self;
     dladdr((void *)cuInit, &self);
     void *library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
@@ -173,6 +178,7 @@ static void destroy_context(struct context *context) {
     context->object.dead = true;
     context->retained = 0;
     S.device[context->device].primary = NULL;
+    context_release_graphs(context);
     context_release_memory(context);
 }
 
@@ -278,7 +284,8 @@ API CUresult cuCtxGetId(struct context *context, uint64_t *id) {
 API CUresult cuCtxSynchronize(void) {
     TRACED("cuCtxSynchronize");
     struct context *context;
-    DONE(context_current(&call, &context));
+    TRY(context_current(&call, &context));
+    DONE(capture_refuse_all(&call, context));
 }
 
 API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {

@@ -3,7 +3,7 @@
 // quietly repairs (a copy on another device's stream, overlapping copies) is refused here and noted in fake_errors().
 //
 // Each work item of a stream is a `struct op` that owns all it needs; `fake_enqueue` is the one place that
-// decides when it runs. Today that is at once.
+// decides when it runs: at once, or, on a capturing stream, whenever the graph is launched.
 #pragma once
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -23,9 +23,11 @@ typedef uint64_t CUdeviceptr;
 
 enum {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, INVALID_SOURCE = 300, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
+    INVALID_CONTEXT = 201, INVALID_SOURCE = 300, INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500,
+    NOT_READY = 600,
     ILLEGAL_ADDRESS = 700, PEER_ALREADY_ENABLED = 704, PEER_NOT_ENABLED = 705, PRIMARY_CONTEXT_ACTIVE = 708,
-    CONTEXT_IS_DESTROYED = 709, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801,
+    CONTEXT_IS_DESTROYED = 709, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901, CAPTURE_IMPLICIT = 906,
 };
 
 #define MAX_DEVICES 8
@@ -36,19 +38,21 @@ enum {
 // ---------------------------------------------------------------- what Python reads (tests/standin.py mirrors it)
 
 struct fake_record {
-    const char *call;       // the cu name, without a version suffix
+    const char *call;       // the cu name, without a version suffix; "node": a graph runs one of its nodes
     const char *kernel;     // launches only
+    const char *node;       // of a node the call that it was captured from
     uint64_t stream;        // the handle as passed; 0 where a call has none
     uint64_t dst, src;      // addresses or handles; the value of a memset stands in src
     uint64_t bytes;
     uint32_t grid[3], block[3], smem;
     int32_t device;         // the device that the call worked on, -1 where none
     int32_t code;           // what the call returned
+    int32_t captured;       // became a node of a graph instead of running
 };
 
 // ---------------------------------------------------------------- objects
 
-enum kind { CONTEXT = 1, STREAM, EVENT, LIBRARY, KERNEL, POOL };
+enum kind { CONTEXT = 1, STREAM, EVENT, LIBRARY, KERNEL, POOL, GRAPH, GRAPH_EXEC };
 
 struct object {             // first member of everything that has a handle; never freed, so that a stale handle is known
     enum kind kind;
@@ -62,6 +66,7 @@ struct stream {
     unsigned flags;
     int priority;
     uint64_t id;
+    struct graph *capture;  // null: not capturing
 };
 
 struct context {
@@ -123,13 +128,26 @@ struct block {              // one live allocation
 struct op {                 // one work item of a stream
     enum { OP_COPY, OP_COPY_IN, OP_COPY_OUT, OP_FILL, OP_LAUNCH, OP_RECORD, OP_WAIT, OP_HOST } kind;
     uint64_t dst, src, bytes;
+    int dst_device, src_device; // whose memory a copy or fill may touch
     uint32_t value, width;   // OP_FILL
     struct kernel *kernel;
     struct event *event;
     void (*function)(void *);
     void *argument;
     unsigned grid[3], block[3], smem;
+    struct fake_record captured; // of a node: the call that it was captured from
     _Alignas(16) char blob[1024]; // parameter values of a launch
+};
+
+struct graph {              // plays CUgraph and CUgraphExec
+    struct object object;
+    struct context *context;
+    struct stream *stream;   // captures into this; null once the capture has ended
+    bool invalid;            // the capture met something that it cannot hold
+    struct op *ops;
+    size_t n, room;
+    uint64_t serial;
+    struct graph *next;      // of the live ones
 };
 
 // ---------------------------------------------------------------- state, all behind one lock
@@ -149,16 +167,20 @@ extern struct state {
     uint64_t serial, reset_serial, next_id;
     struct block *blocks;    // sorted by address
     size_t n_blocks, room_blocks;
+    struct graph *graphs;    // captures under way, graphs, executable graphs
 } S;
 
 // ---------------------------------------------------------------- inside an entry point
 
 struct call {
     struct fake_record record;
-    bool traced;
+    bool traced, kept;
+    size_t at;              // where the trace has it, once kept
 };
 
 int fake_enter(struct call *call);                   // takes the lock; an injected failure comes back as its code
+int fake_injected(const struct call *call);          // the failure that is injected here, or OK
+void fake_keep(struct call *call);                   // puts the record into the trace, or brings it up to date there
 void fake_leave(struct call *call);                  // keeps the record, drops the lock
 CUresult fake_misuse(struct call *call, CUresult code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 void fake_note(const char *call, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -203,4 +225,19 @@ void context_release_memory(struct context *context);
 void check_guards(const char *after);                // of every live block
 
 void *kernel_symbol(struct library *library, const char *name);
+
+// What a work item touches must be live and in reach, when it is asked for and when it runs.
+CUresult copy_check(struct call *call, const struct op *op);
+CUresult launch_check(struct call *call, const struct stream *stream, const struct op *op);
+
 CUresult fake_enqueue(struct call *call, struct stream *stream, struct op *op);
+CUresult fake_check(struct call *call, struct stream *stream, struct op *op);
+CUresult fake_run(struct call *call, struct stream *stream, struct op *op); // checks first
+
+// These invalidate the captures that the call does not go with, and return its error; OK where there is none.
+CUresult capture_refuse(struct call *call, struct stream *stream);              // not while this stream captures
+CUresult capture_refuse_all(struct call *call, const struct context *context);  // not while any stream does
+CUresult capture_implicit(struct call *call, const struct stream *stream);      // the default stream beside a blocking one
+CUresult capture_add(struct call *call, struct stream *stream, struct op *op);  // keeps the work item for the graph
+void context_release_graphs(struct context *context);
+void graph_release(struct graph *graph);

@@ -42,16 +42,17 @@ void fake_note(const char *call, const char *format, ...) {
 }
 
 CUresult fake_misuse(struct call *call, CUresult code, const char *format, ...) {
+    char name[NAME_ROOM];
+    const char *node = call->record.node;
+    snprintf(name, sizeof name, "%s%s%s", call->record.call, node ? " " : "", node ? node : "");
     va_list arguments;
     va_start(arguments, format);
-    append_error(call->record.call, format, arguments);
+    append_error(name, format, arguments);
     va_end(arguments);
     return call->record.code = code;
 }
 
-int fake_enter(struct call *call) {
-    pthread_mutex_lock(&lock);
-    if (!S.initialised && strcmp(call->record.call, "cuInit")) return NOT_INITIALIZED;
+int fake_injected(const struct call *call) {
     int code = OK;
     for (int i = 0; i < n_rules; i++) {
         struct rule *rule = &rules[i];
@@ -61,14 +62,26 @@ int fake_enter(struct call *call) {
     return code;
 }
 
-void fake_leave(struct call *call) {
-    if (call->traced) {
+int fake_enter(struct call *call) {
+    pthread_mutex_lock(&lock);
+    if (!S.initialised && strcmp(call->record.call, "cuInit")) return NOT_INITIALIZED;
+    return fake_injected(call);
+}
+
+void fake_keep(struct call *call) {
+    if (!call->kept) {
         if (n_trace == room_trace) {
             room_trace = 2 * room_trace + 1024;
             trace = realloc(trace, room_trace * sizeof *trace);
         }
-        trace[n_trace++] = call->record;
+        call->kept = true;
+        call->at = n_trace++;
     }
+    trace[call->at] = call->record;
+}
+
+void fake_leave(struct call *call) {
+    if (call->traced) fake_keep(call);
     pthread_mutex_unlock(&lock);
 }
 
@@ -183,6 +196,13 @@ API uint64_t fake_live_bytes(void) {
 API uint64_t fake_live_count(void) {
     uint64_t count = 0;
     LOCKED(for (size_t i = 0; i < S.n_blocks; i++) count += S.blocks[i].serial > S.reset_serial;);
+    return count;
+}
+
+// Captures begun, graphs and executable graphs made since fake_reset that are still alive.
+API uint64_t fake_live_graphs(void) {
+    uint64_t count = 0;
+    LOCKED(for (struct graph *graph = S.graphs; graph; graph = graph->next) count += graph->serial > S.reset_serial;);
     return count;
 }
 

@@ -114,6 +114,7 @@ API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t size, void *handle) {
     TRACED("cuMemAllocAsync", .stream = (uintptr_t)handle, .bytes = size);
     struct stream *stream;
     TRY(stream_resolve(&call, handle, &stream));
+    TRY(capture_refuse(&call, stream));
     if (!S.device[stream->context->device].attribute[115]) DONE(NOT_SUPPORTED);
     DONE(allocate(&call, stream->context, size, true, false, out));
 }
@@ -122,6 +123,7 @@ API CUresult cuMemFreeAsync(CUdeviceptr ptr, void *handle) {
     TRACED("cuMemFreeAsync", .stream = (uintptr_t)handle, .src = ptr);
     struct stream *stream;
     TRY(stream_resolve(&call, handle, &stream));
+    TRY(capture_refuse(&call, stream));
     DONE(release(&call, ptr, false));
 }
 

@@ -220,7 +220,8 @@ static CUresult check_shape(struct call *call, const struct kernel *kernel, cons
 }
 
 // A pointer that a kernel gets is null or lies in (or just past) live memory that its device can reach.
-static CUresult check_pointers(struct call *call, struct stream *stream, const struct kernel *kernel, const struct op *op) {
+static CUresult check_pointers(struct call *call, const struct stream *stream, const struct kernel *kernel,
+                               const struct op *op) {
     for (int i = 0; i < kernel->params->count; i++) {
         if (!kernel->params->is_pointer[i]) continue;
         uint64_t ptr;
@@ -229,7 +230,6 @@ static CUresult check_pointers(struct call *call, struct stream *stream, const s
         struct block *block = block_find(ptr);
         if (!block) block = block_touching(ptr);
         if (block && block_reachable(block, stream->context)) continue;
-        stream->context->sticky = ILLEGAL_ADDRESS;
         if (block)
             return fake_misuse(call, ILLEGAL_ADDRESS, "%s: parameter %d is memory of device %d, out of reach of device %d",
                                kernel->name, i, block->context->device, stream->context->device);
@@ -237,6 +237,11 @@ static CUresult check_pointers(struct call *call, struct stream *stream, const s
                            (unsigned long long)ptr);
     }
     return OK;
+}
+
+CUresult launch_check(struct call *call, const struct stream *stream, const struct op *op) {
+    CUresult code = kernel_resolve(call, op->kernel);
+    return code ? code : check_pointers(call, stream, op->kernel, op);
 }
 
 static CUresult launch(struct call *call, struct kernel *kernel, struct op *op, void *handle, void **params, void **extra) {
@@ -258,8 +263,6 @@ static CUresult launch(struct call *call, struct kernel *kernel, struct op *op, 
     if (code) return code;
     for (int i = 0; i < kernel->params->count; i++)
         memcpy(op->blob + kernel->params->offset[i], params[i], kernel->params->size[i]);
-    code = check_pointers(call, stream, kernel, op);
-    if (code) return code;
     op->kernel = kernel;
     return fake_enqueue(call, stream, op);
 }

@@ -19,7 +19,21 @@ static CUresult run_launch(struct call *call, struct stream *stream, struct op *
     return fake_misuse(call, code, "%s: %s", op->kernel->name, fault ? fault() : "fault");
 }
 
-static CUresult run(struct call *call, struct stream *stream, struct op *op) {
+CUresult fake_check(struct call *call, struct stream *stream, struct op *op) {
+    switch (op->kind) {
+    case OP_COPY: case OP_COPY_IN: case OP_COPY_OUT: case OP_FILL:
+        return copy_check(call, op);
+    case OP_LAUNCH:
+        return launch_check(call, stream, op);
+    default:
+        return OK;
+    }
+}
+
+CUresult fake_run(struct call *call, struct stream *stream, struct op *op) {
+    CUresult code = fake_check(call, stream, op);
+    if (code == ILLEGAL_ADDRESS) stream->context->sticky = code;
+    if (code) return code;
     switch (op->kind) {
     case OP_COPY: case OP_COPY_IN: case OP_COPY_OUT:
         memcpy((void *)op->dst, (void *)op->src, op->bytes);
@@ -42,7 +56,11 @@ static CUresult run(struct call *call, struct stream *stream, struct op *op) {
     return NOT_SUPPORTED;
 }
 
-CUresult fake_enqueue(struct call *call, struct stream *stream, struct op *op) { return run(call, stream, op); }
+CUresult fake_enqueue(struct call *call, struct stream *stream, struct op *op) {
+    if (stream->capture) return capture_add(call, stream, op);
+    CUresult code = capture_implicit(call, stream);
+    return code ? code : fake_run(call, stream, op);
+}
 
 // ---------------------------------------------------------------- streams
 
@@ -94,6 +112,10 @@ API CUresult cuStreamDestroy_v2(void *handle) {
     TRACED("cuStreamDestroy", .stream = (uintptr_t)handle);
     STREAM(handle);
     if (stream == &stream->context->default_stream) MISUSE(INVALID_HANDLE, "the default stream cannot be destroyed");
+    if (stream->capture) {
+        fake_note("cuStreamDestroy", "the stream was capturing");
+        graph_release(stream->capture);
+    }
     stream->object.dead = true;
     DONE(OK);
 }
@@ -101,13 +123,13 @@ API CUresult cuStreamDestroy_v2(void *handle) {
 API CUresult cuStreamSynchronize(void *handle) {
     TRACED("cuStreamSynchronize", .stream = (uintptr_t)handle);
     STREAM(handle);
-    DONE(OK);
+    DONE(capture_refuse(&call, stream));
 }
 
 API CUresult cuStreamQuery(void *handle) {
     QUERY("cuStreamQuery", .stream = (uintptr_t)handle);
     STREAM(handle);
-    DONE(OK);
+    DONE(capture_refuse(&call, stream));
 }
 
 API CUresult cuStreamGetCtx(void *handle, struct context **out) {
@@ -142,13 +164,6 @@ API CUresult cuStreamGetId(void *handle, unsigned long long *out) {
     QUERY("cuStreamGetId");
     STREAM(handle);
     *out = stream->id;
-    DONE(OK);
-}
-
-API CUresult cuStreamIsCapturing(void *handle, int *status) {
-    QUERY("cuStreamIsCapturing");
-    STREAM(handle);
-    *status = 0;
     DONE(OK);
 }
 
