@@ -19,6 +19,7 @@ from typing import Any
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, UnsupportedDriver
+from memra_driver.plan import ATTEND_GROUPS
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
@@ -26,7 +27,6 @@ CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at lea
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
 SCAN_WARPS = 4  # columns of the state per block of gdn_scan, one warp each
 ATTEND_TILE = 64  # keys that are summed together
-ATTEND_GROUPS = 132  # tile j belongs to group j mod ATTEND_GROUPS
 ATTEND_PAD = 8
 ATTEND_WIDTHS = (64, 128, 192, 256, 512)
 ATTEND_SHARED_BYTES = 99 << 10  # the smallest limit of a block among GPUs from sm_80 on
@@ -210,11 +210,6 @@ def attend_kernel(head_dim_k: int, head_dim_v: int, columns: int) -> str:
     narrow, wide = f"attend_{width}", f"attend_{width}_wide"
     fits = wide in ATTEND_COLUMNS and attend_shared_bytes(32, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES
     return wide if columns > 8 and fits else narrow
-
-
-def attend_part_bytes(rows: int, n_head: int, head_dim_v: int) -> int:
-    """Bytes of attend's partial sums for one sequence."""
-    return 4 * rows * n_head * ATTEND_GROUPS * (head_dim_v + 2)
 
 
 _CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}

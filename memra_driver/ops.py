@@ -21,11 +21,11 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
-from memra_driver.kernels import attend_kernel, attend_part_bytes
+from memra_driver.kernels import attend_kernel
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels, ordinal
-from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES
+from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch

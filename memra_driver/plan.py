@@ -30,6 +30,7 @@ TAIL_PAD_BYTES = 8  # an aligned-word reader may look past the last block of a f
 MAX_INT = 2**31 - 1  # positions are i32 on the device, and so are the columns of a row that a kernel takes
 MAX_D_CONV = 8
 SCAN_STATE_SIZES = (32, 64, 128, 256)
+ATTEND_GROUPS = 132  # groups of key tiles that attention sums apart
 ATTEND_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 MAX_GQA = 16
 
@@ -111,6 +112,11 @@ class DevicePlan:
     def snapshot_bytes(self) -> int:
         """Bytes of one snapshot on this device."""
         return self.snapshot[1] - self.snapshot[0]
+
+
+def attend_part_bytes(rows: int, n_head: int, head_dim_v: int) -> int:
+    """Bytes of attention's partial sums for one sequence: per row, head and group its values, maximum and weight."""
+    return 4 * rows * n_head * ATTEND_GROUPS * (head_dim_v + 2)
 
 
 def check_fence(fence: Sequence[int], cfg: ModelConfig) -> tuple[int, ...]:
@@ -347,22 +353,58 @@ class CachePlan:
 
     @property
     def first_use(self) -> dict[str, int]:
-        """Bytes that are allocated when first asked for: a snapshot; logits and a tap row unless reserved."""
+        """Bytes that are allocated when first asked for: a snapshot; logits and a tap row unless reserved; scratch.
+
+        The scratch of attention belongs to the devices: all their caches share it.
+        """
         later = {"snapshot": sum(device.snapshot_bytes for device in self.per_device)}
         if not self.options.reserve_logits:
             later["logits"] = 4 * self.cfg.n_vocab
         if self.options.reserve_taps is None:
             later["tap_row"] = 4 * self.cfg.n_embd
+        later["attend_scratch"] = sum(map(self.attend_scratch_bytes, range(self.n_devices)))
         return later
+
+    def attend_scratch_bytes(self, device: int) -> int:
+        """What attention of max_rows rows needs on a device beside the cache; all caches of the device share it."""
+        readers = [
+            il for il in range(self.cfg.n_layer) if self.device_of(il) == device and self._source(il) is not None
+        ]
+        return max(
+            (attend_part_bytes(self.options.max_rows, self.cfg.heads(il), self.cfg.head_dims(il)[1]) for il in readers),
+            default=0,
+        )
+
+    def _source(self, il: int) -> int | None:
+        """The layer whose K/V layer il reads, if it reads any."""
+        if self.cfg.layer_kind(il) is not LayerKind.FULL or self._skipped(il):
+            return None
+        try:
+            return self.cfg.kv_source(il)
+        except ConfigError:  # every layer borrows, so nobody owns any
+            return None
 
     def check_ops(self) -> list[str]:
         """What no kernel serves in this geometry, one sentence each; empty when every operation can run."""
-        ssm = self.cfg.ssm
-        if ssm is None or not any(self.has_state(il) for il in range(self.cfg.n_layer)):
-            return []
-        if ssm.state_size in SCAN_STATE_SIZES:
-            return []
-        return [f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {list(SCAN_STATE_SIZES)}"]
+        problems = []
+        cfg, ssm = self.cfg, self.cfg.ssm
+        recurrent = ssm is not None and any(self.has_state(il) for il in range(cfg.n_layer))
+        if ssm is not None and recurrent and ssm.state_size not in SCAN_STATE_SIZES:
+            sizes = list(SCAN_STATE_SIZES)
+            problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
+        for il in range(cfg.n_layer):
+            if self._source(il) is None:
+                continue
+            for name, dim in zip(("head_dim_k", "head_dim_v"), cfg.head_dims(il), strict=True):
+                if dim not in ATTEND_HEAD_DIMS:
+                    problems.append(
+                        f"attend, layer {il}: {name} {dim} has no kernel; there are {list(ATTEND_HEAD_DIMS)}"
+                    )
+            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(il))
+            if rest or not 1 <= gqa <= MAX_GQA:
+                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(il)} K/V heads"
+                problems.append(f"attend, layer {il}: {heads}; 1 to {MAX_GQA} query heads each")
+        return problems
 
     def to_json(self) -> str:
         """The whole plan as a JSON object."""

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from memra_driver.formats import BLOCK
 from memra_driver.health import Fault
-from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE
+from memra_driver.kernels import ATTEND_TILE
+from memra_driver.plan import ATTEND_GROUPS
 from memra_driver.reference_common import BY_CODE, F32, I32, U8, U64, batched, k_bytes, report, v_bytes
 
 TILE, GROUPS = ATTEND_TILE, ATTEND_GROUPS

@@ -97,7 +97,7 @@ def test_a_round_width_adds_one_tape_per_recurrent_layer(width: int) -> None:
 def test_reserved_logits_and_taps_are_planes_and_leave_the_first_use() -> None:
     reserved = plan(tiny(), reserve_logits=True, reserve_taps=((1, 6), 5))
     assert sizes(reserved)[-2:] == [("logits", None, 50 * 4), ("taps", None, 5 * 2 * 32 * 4)]
-    assert set(reserved.first_use) == {"snapshot"}
+    assert set(reserved.first_use) == {"snapshot", "attend_scratch"}
     later = plan(tiny()).first_use
     assert later["logits"] == 50 * 4
     assert later["snapshot"] == 6 * (CONV_BYTES + STATE_BYTES)  # both are multiples of 256: no padding between
