@@ -18,7 +18,7 @@ struct Sum {
 
 // part (n_seqs, rows, n_head, GROUPS, head_dim_v + 2); out (n_seqs, rows, n_head, head_dim_v). A block makes one head of
 // one row: what the sums are worth first, then the values, whose loads so do not wait for each other.
-extern "C" __global__ void __launch_bounds__(128) attend_combine(
+extern "C" __global__ void __launch_bounds__(512) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
         int head_dim_v, int window, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     __shared__ float2 worth[GROUPS], worth_of_fold[FOLDS];  // 0 and 0 for a group without a key
@@ -63,16 +63,15 @@ extern "C" __global__ void __launch_bounds__(128) attend_combine(
     for (int d = threadIdx.x; d < head_dim_v; d += blockDim.x) {
         float result = 0.0f;
         for (int fold = 0; fold < FOLDS; fold++) {
-            float value = 0.0f;
+            const float2* of = worth + fold * FOLD;
+            float x[FOLD], value = 0.0f;
+            // A group without a key is worth 0 and is not read: what stands there may be anything.
 #pragma unroll
-            for (int i = 0; i < FOLD; i++) {
-                const int group = fold * FOLD + i;
-                const float2 w = worth[group];
-                // A group without a key is worth 0 and is not read: what stands there may be anything.
-                if (w.y != 0.0f) value = __fmaf_rn(value, w.x, __fmul_rn(part[group * stride + d], w.y));
-            }
+            for (int i = 0; i < FOLD; i++) x[i] = of[i].y != 0.0f ? part[(fold * FOLD + i) * stride + d] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < FOLD; i++) value = __fmaf_rn(value, of[i].x, __fmul_rn(x[i], of[i].y));
             const float2 w = worth_of_fold[fold];
-            if (w.y != 0.0f) result = __fmaf_rn(result, w.x, __fmul_rn(value, w.y));
+            result = __fmaf_rn(result, w.x, __fmul_rn(value, w.y));
         }
         out[d] = __fdiv_rn(result, total_weight);
     }

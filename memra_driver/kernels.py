@@ -198,7 +198,7 @@ KERNELS: dict[str, Kernel] = {
             "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
             " int n_head, int head_dim_v, int window, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"], 128),
+            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"], a["head_dim_v"]),
         ),
     )
 }
