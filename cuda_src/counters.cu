@@ -18,14 +18,14 @@ MEMRA_EXPORT(set_counters)
 
 // Ends a step of `rows` rows of which `accept` stand (accept_d, where not null, holds the count): counters[i] = pos + accept
 // where bit i of (mask_hi:mask_lo) is set, i < 128; then, if move_pos, pos += accept.
+// A count outside 0 .. rows is reported, and counts as 0: an append may have moved the counters already.
 extern "C" __global__ void __launch_bounds__(128) commit_counters(
         int* counters, int* pos_d, const int* accept_d, int accept, int rows, long long mask_lo, long long mask_hi,
         int move_pos, memra_health* health, int layer) {
-    const int i = threadIdx.x, taken = accept_d ? *accept_d : accept, end = *pos_d + taken;
-    if (taken < 0 || taken > rows) {
-        if (i == 0 && move_pos) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, *pos_d, 1);
-        return;
-    }
+    const int i = threadIdx.x, asked = accept_d ? *accept_d : accept, pos = *pos_d;
+    const bool bad = asked < 0 || asked > rows;
+    const int end = bad ? pos : pos + asked;
+    if (bad && i == 0 && move_pos) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, pos, 1);
     if ((unsigned long long)(i < 64 ? mask_lo : mask_hi) >> (i & 63) & 1) counters[i] = end;
     __syncthreads();  // everybody has read pos
     if (i == 0 && move_pos) *pos_d = end;

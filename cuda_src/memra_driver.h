@@ -210,7 +210,7 @@ enum memra_fault {
     MEMRA_FAULT_SCALE_OVERFLOW = 1,  /* finite inputs, but f16 d or m became infinite */
     MEMRA_FAULT_FP8_SATURATED = 2,   /* a finite input beyond 464 in e4m3 */
     MEMRA_FAULT_SLOT_RANGE = 3,      /* rows outside 0 .. max_ctx; nothing was written */
-    MEMRA_FAULT_BAD_ACCEPT = 4       /* an accept count outside 0 .. rows; nothing was written */
+    MEMRA_FAULT_BAD_ACCEPT = 4       /* an accept count outside 0 .. rows; it counted as 0 */
 };
 #define MEMRA_FAULT_KINDS 5
 typedef struct memra_health {

@@ -85,7 +85,7 @@ class CacheBeside(CacheRules):
 
     def tap_slot(self, e: Any, il: int, rows: int) -> tuple[DflashTapSink, int]:
         """The armed sink and the slot of layer il in it, after checking that e owns it and the rows fit."""
-        self.check_state("tap_write", CacheState.READY, CacheState.PENDING_REPLAY)
+        self.check_readable("tap_write")
         sink = self.dflash_taps
         if sink is None:
             raise StateError("tap_write: no taps are armed; call arm_taps first")

@@ -148,6 +148,8 @@ class Cache(CacheClock):
     def close(self) -> None:
         """Frees every buffer; may be called twice. Snapshots keep their own memory but fit nothing any more."""
         self._c.state = CacheState.CLOSED
+        if self.open_round is not None:
+            self.open_round.over()
         self._invalidate_snapshots("its cache is closed")
         owners = [*self._owners, *self._lazy.values(), *self._retired]
         self._owners, self._lazy, self._retired = [], {}, []
@@ -276,8 +278,11 @@ class Cache(CacheClock):
         self.check_device(e)
         self.check_not_recording("reset")
         self.check_state("reset", *(state for state in CacheState if state is not CacheState.CLOSED))
-        if self.open_round is not None and self.state is not CacheState.TAINTED:
-            self.open_round.reject()
+        if self.open_round is not None:
+            if self.state is CacheState.TAINTED:
+                self.open_round.over()
+            else:
+                self.open_round.reject()
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             names = ("conv_state", "ssm_state", "ssm_state_alt")

@@ -112,7 +112,8 @@ class Graph(Closing):
             now = [None if layer is None else layer.len for layer in cache.kv]
             move.appended = frozenset(il for il, length in enumerate(now) if length != begin.lens[il])
             move.unsettles = cache.state is CacheState.UNSETTLED and begin.state is not CacheState.UNSETTLED
-            cache.open_round = None
+            if cache.open_round is not None:
+                cache.open_round.over()
             begin.put(cache)
         if unfinished:
             raise StateError("a step or a round is open at the end of the capture; advance or commit inside it")
@@ -121,7 +122,8 @@ class Graph(Closing):
         """The capture failed: the host's clock goes back, and the graph can never be launched."""
         self._recording, self.is_closed = False, True
         for move in self.moves:
-            move.cache.open_round = None
+            if move.cache.open_round is not None:
+                move.cache.open_round.over()
             move.begin.put(move.cache)
 
     def close(self) -> None:

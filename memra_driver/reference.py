@@ -256,12 +256,15 @@ def commit_counters(
     counters: I32, pos_d: I32, accept_d: I32 | None, accept: int, rows: int, mask_lo: int, mask_hi: int, move_pos: int,
     health: U8 | None, layer: int,
 ) -> None:
-    """counters[i] = pos + accept where bit i of (mask_hi:mask_lo) is set; then, if move_pos, pos += accept."""
+    """counters[i] = pos + accept where bit i of (mask_hi:mask_lo) is set; then, if move_pos, pos += accept.
+
+    A count outside 0 .. rows is reported, and counts as 0: an append may have moved the counters already.
+    """
     taken = accept if accept_d is None else int(accept_d[0])
     if not 0 <= taken <= rows:
         if move_pos:
             report(health, Fault.BAD_ACCEPT, layer, int(pos_d[0]), 1)
-        return
+        taken = 0
     end = int(pos_d[0]) + taken
     for i in range(128):
         if (mask_lo, mask_hi)[i // 64] >> i % 64 & 1:

@@ -67,8 +67,12 @@ class Round:
             run_actions(actions, self.cache.taint)
         except BaseException:
             if self.cache.state is CacheState.TAINTED:
-                self._open, self.cache.open_round = False, None
+                self.over()
             raise
+
+    def over(self) -> None:
+        """Ends the round without touching the device: its cache was closed or tainted, or its capture given up."""
+        self._open, self.cache.open_round = False, None
 
     def commit(self, accept_len: int) -> None:
         """The first accept_len rows of the step stand; pos moves by as many."""
@@ -118,6 +122,7 @@ class Round:
         """Nothing of the step stands: lengths return, and ring, state and pos never moved."""
         self._check_open()
         cache = self.cache
+        cache.check_recording("the end of a round")
         lens = {il: self._lens[il] for il in self._took_part()}
         if cache.step_rows:
             self._run(cache.commit_actions(None, 0, cache.step_rows, lens, cache.pos))
@@ -135,7 +140,7 @@ class Round:
             args = (x, ring, ring, count, accept, rows, layer.conv_dim, layer.d_conv, health, il)
             actions.append(lambda: e.launch("conv_ring_rebuild", *args))
         if layer.step_ops & StepOp.SCAN and not (swap and accept == rows):
-            state = layer.home if cache.device_clock else layer.ssm_state
+            state = layer.home if cache.recording is not None else layer.ssm_state  # what the scan read
             taken = rows if count is not None else accept
             again = (q, k, v, g_log, beta, state, state, None, None, count, taken, layer.num_v, layer.state_size, 1.0)
             actions.append(lambda: e.launch("gdn_scan", *again, None, 1, health, il))
@@ -149,6 +154,7 @@ class Round:
 
     def _rows(self) -> int:
         self._check_open()
+        self.cache.check_recording("the end of a round")
         if not self.cache.step_rows:
             raise StateError("nothing to commit: the round ran no step")
         rows: int = self.cache.step_rows
@@ -162,6 +168,6 @@ class Round:
         cache = self.cache
         for il, length in lens.items():
             cache.kv_layer(il).len = length
-        self._open, cache.open_round = False, None
+        self.over()
         cache.end_step(pos)
         cache.drop_logits_above(pos)
