@@ -51,6 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of collected tests, which no collection between tests has to walk through
+
+
 @pytest.fixture
 def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
     """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory and no graph left."""

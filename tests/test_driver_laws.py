@@ -21,6 +21,7 @@ ALLOCATIONS = ("cuMemAlloc", "cuMemAllocAsync")
 COPIES = ("cuMemcpyDtoDAsync",)
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuStreamWaitEvent")
 MTP = tiny(n_layer=9, nextn_predict_layers=1)
+PADDED = tiny(ssm=SsmConfig(conv_kernel=3, state_size=5, time_step_rank=3, group_count=1))  # no plane fills its 256s
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def parity(cache: Cache, swaps: str) -> None:
             state.swap()
 
 
-@pytest.mark.parametrize("cfg", [tiny(), MTP], ids=["8", "mtp"])
+@pytest.mark.parametrize("cfg", [tiny(), MTP, PADDED], ids=["8", "mtp", "padded"])
 @pytest.mark.parametrize(("swaps", "copies"), [("even", 1), ("odd", 2)])
 def test_snapshots_of_even_and_odd_parity_are_one_and_two_copies(
     e: Any, standin: StandIn, cfg: Any, swaps: str, copies: int
@@ -110,7 +111,8 @@ def test_snapshots_of_even_and_odd_parity_are_one_and_two_copies(
         assert names(asked(standin, lambda: cache.snapshot_into(e, snap))) == ["cuMemcpyDtoDAsync"] * copies
         calls = asked(standin, lambda: cache.rollback(e, snap, 0))
         assert names(calls) == ["cuMemcpyDtoDAsync"] * copies + ["set_counters"]
-        assert sum(call.bytes for call in calls[:copies]) == snap.nbytes
+        left = snap.nbytes - sum(call.bytes for call in calls[:copies])
+        assert 0 <= left < 256 * copies  # the pad behind the last plane of a copy
         made: list[Any] = []
         calls = asked(standin, lambda: made.append(cache.snapshot(e)))
         assert names(calls) == ["cuMemAllocAsync"] + ["cuMemcpyDtoDAsync"] * copies

@@ -174,6 +174,13 @@ def test_health_is_one_record_over_all_devices(devices: Any) -> None:
         assert (seen.count, seen.slot, seen.layer) == (4, 2, 3)
         cache.clear_health()
         assert not cache.health()
+        cache.advance(stages[0])
+        for il, stage, bad in ((3, stages[0], 1), (7, stages[1], 0)):  # the position counts before the layer
+            rows = np.ones((2, 128), np.float32)
+            rows[bad, 0] = np.nan
+            ops.append_kv(stage, cache, il, put(stage, rows), put(stage, rows))
+        (seen,) = cache.health().faults.values()
+        assert (seen.count, seen.slot, seen.layer) == (4, 3, 7)
 
 
 def test_devices_of_three_kinds_hold_one_cache(make_dev: MakeDev) -> None:

@@ -74,6 +74,30 @@ def test_a_ring_of_no_columns_is_kept_as_nothing(dev: Any) -> None:
         assert [None if kept is None else kept.len for kept in snap.conv] == [0, 0, 0, None] * 2
 
 
+@pytest.mark.parametrize("swaps", [(), (0, 1, 2, 4, 5, 6), (1, 4)], ids=["even", "odd", "mixed"])
+def test_states_that_fill_no_whole_alignment_are_kept_and_restored(dev: Any, swaps: tuple[int, ...]) -> None:
+    cfg = tiny(ssm=SsmConfig(conv_kernel=3, state_size=5, time_step_rank=3, group_count=1))
+    with Cache.new(dev, cfg, 8, policy=POLICY) as cache, cache.snapshot(dev) as snap:
+        for il in swaps:
+            cache.recur[il].swap()
+        fill(cache, 1)
+        before = sequence(cache)
+        cache.snapshot_into(dev, snap)
+        assert bytes_of(snap) == [before.get(f"{il}.{name}") for name in ("conv", "ssm") for il in range(8)]
+        fill(cache, 1000)
+        assert not set(sequence(cache).values()) & set(filter(None, before.values()))
+        cache.rollback(dev, snap, 0)
+        assert sequence(cache) == before
+
+
+def fill(cache: Cache, start: int) -> None:
+    """Another number into every element of every ring and state."""
+    for state in filter(None, cache.recur):
+        for plane in (state.conv_state, state.ssm_state, state.ssm_state_alt):
+            plane.copy_from(np.arange(start, start + plane.len, dtype=np.float32))
+            start += plane.len
+
+
 # Aliasing
 
 
