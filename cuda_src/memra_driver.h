@@ -3,7 +3,9 @@
  * Plain C11, also C++17 and NVRTC. Fixed-width types only; device memory is a uint64_t; every
  * size and offset is asserted below, so a compiler that lays a struct out differently stops here.
  * The leading fields of each struct are those of the Rust memra_kv 0.72.0 structs of the same
- * name, in their order; what follows the line "tail" is ours.
+ * name, in their order; what follows the line "tail" is ours. C may write len and pos and may
+ * exchange the two state slices of a layer; the rest is to be read. After the cache is closed
+ * every ptr is stale.
  */
 #ifndef MEMRA_DRIVER_H
 #define MEMRA_DRIVER_H
@@ -62,7 +64,7 @@ typedef struct memra_kv_layer {
     int64_t kv_dim_v;
     int64_t k_tok_bytes;
     int64_t v_tok_bytes;
-    int64_t len;           /* tokens that stand */
+    int64_t len;           /* tokens that stand; C may write it, then Cache.sync_d */
     memra_slice len_d;     /* i32 [1]: len on the device */
     /* tail */
     int32_t k_format;      /* enum memra_format */
@@ -99,8 +101,8 @@ typedef struct memra_recur_layer {
     uint32_t present;  /* 0: not a recurrent layer (Rust: None) */
     uint32_t reserved;
     memra_slice conv_state;     /* f32 [conv_dim][d_conv - 1], column 0 the oldest */
-    memra_slice ssm_state;      /* f32 [num_v][state_size columns][state_size rows] */
-    memra_slice ssm_state_alt;  /* the scan's other buffer; scratch */
+    memra_slice ssm_state;      /* f32 [num_v][state_size columns][state_size rows], the current one: an eager */
+    memra_slice ssm_state_alt;  /* scan makes the two change places, so read the pointer anew; this one is scratch */
     /* tail */
     int32_t conv_dim;
     int32_t d_conv;
@@ -169,7 +171,7 @@ typedef struct memra_cache {
     uint32_t abi_version;
     memra_kv_layer *kv;
     memra_recur_layer *recur;
-    int64_t pos;      /* tokens committed */
+    int64_t pos;      /* tokens committed; C may write it, then Cache.sync_d */
     int64_t max_ctx;  /* capacity of every K/V layer in tokens */
     memra_logits last_logits_dev;
     memra_tap_sink dflash_taps;

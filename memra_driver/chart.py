@@ -32,7 +32,7 @@ def plan_png(
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError("a picture needs matplotlib: pip install 'memra-driver[cli]'") from None
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from None
 
     contexts = sorted({max_ctx * i // (POINTS - 1) for i in range(POINTS)})
     totals = [CachePlan(cfg, ctx, policy, options).totals for ctx in contexts]
@@ -51,7 +51,7 @@ def plan_png(
     axes.legend(loc="upper left", frameon=False)
     figure.tight_layout()
     try:
-        figure.savefig(path)
+        figure.savefig(path, format="png")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     finally:

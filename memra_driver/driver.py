@@ -28,7 +28,7 @@ NOT_FROM_THE_DRIVER = -1  # `code` of an error that is not a CUresult: a missing
 
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
-NEED_BINDINGS = "pip install memra-driver[cu13] (or memra-driver[cu12] for a driver older than 580)"
+NEED_BINDINGS = "pip install 'cuda-python>=13,<14' (or '>=12.9.6,<13' for a driver older than 580)"
 
 
 class _Unloaded:
@@ -126,7 +126,7 @@ def init() -> None:
             NOT_FROM_THE_DRIVER,
             "driver too old",
             f"the driver supports CUDA {version_text(has)}, these cuda-bindings need CUDA {needs // 1000}.0: "
-            f"update the driver, or pip install memra-driver[cu{has // 1000}]",
+            f"update the driver, or pip install 'cuda-python=={has // 1000}.*'",
         )
 
 

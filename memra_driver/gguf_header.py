@@ -37,7 +37,7 @@ class GgufHeader:
             from gguf.constants import GGUF_MAGIC, GGUF_VERSION, GGUFValueType
         except ImportError as error:
             raise ConfigError(
-                f"{where}: reading GGUF needs the gguf package ({error}): pip install 'memra-driver[gguf]'"
+                f"{where}: reading GGUF needs the gguf package ({error}): pip install gguf"
             ) from None
         kinds = GGUFValueType
         self._kinds = kinds

@@ -26,9 +26,9 @@ def inventory() -> dict[str, Any]:
         "prebuilt_kernels": _prebuilt(),
         "gpu_results": _evidence(),
     }
-    for module, extra, purpose in (("gguf", "gguf", "GGUF files"), ("matplotlib", "cli", "plan --png")):
+    for module, purpose in (("gguf", "GGUF files"), ("matplotlib", "plan --png")):
         if importlib.util.find_spec(module) is None:
-            missing.append(f"{module}, for {purpose}: pip install 'memra-driver[{extra}]'")
+            missing.append(f"{module}, for {purpose}: pip install {module}")
     found["missing"] = missing
     return found
 

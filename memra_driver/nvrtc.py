@@ -20,13 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from .driver import NEED_BINDINGS
 from .errors import CompileError, ConfigError, DriverError, NoDriver
 
 log = logging.getLogger("memra_driver")
 
 SCHEMA = 1  # raise it when the shape of a key or of a cache entry changes
 OPTIONS = ("--std=c++17",)
-NEED_NVRTC = "pip install memra-driver[cu13] (or [cu12]) or cuda-toolkit[nvrtc] brings it"
+NEED_NVRTC = "'cuda-toolkit[nvrtc]==13.*' (or 12.*, as cuda-python)"
 ELF = b"\x7fELF"
 DIGEST_BYTES = 32  # a cache entry is the cubin, then its SHA-256
 
@@ -156,11 +157,12 @@ def _nvrtc(name: str, *args: Any) -> tuple[Any, ...]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise NoDriver("import cuda.bindings", -1, "no cuda-bindings", f"{error}; {NEED_NVRTC}") from error
+        need = f"{error}; {NEED_BINDINGS} and {NEED_NVRTC}"
+        raise NoDriver("import cuda.bindings", -1, "no cuda-bindings", need) from error
     try:
         result: tuple[Any, ...] = getattr(nvrtc, name)(*args)
     except RuntimeError as error:  # pathfinder's DynamicLibNotFoundError, and what older bindings raise
-        raise NoDriver(name, -1, "no libnvrtc", f"NVRTC was not found: {NEED_NVRTC}") from error
+        raise NoDriver(name, -1, "no libnvrtc", f"NVRTC was not found: pip install {NEED_NVRTC}") from error
     return result
 
 

@@ -45,7 +45,7 @@ class CacheOptions:
     max_rows: rows that one attend takes. round_width: widest Round; 0 plans no tape.
     reserve_logits: allocate the parked logits at birth. reserve_taps: (layer_ids, rows) of a tap
     sink to allocate at birth. skip_mtp_state: trailing MTP layers get neither K/V nor state.
-    strict: raise HealthError at the next call that waits once the error record is not empty.
+    strict: once the error record is not empty, digest and settle (the calls that wait) raise HealthError.
     """
 
     max_rows: int = 16
