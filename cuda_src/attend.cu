@@ -173,7 +173,7 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     const Shared s = carve(bytes, width, head_dim_k, head_dim_v);
     const int stride = (head_dim_k > head_dim_v ? head_dim_k : head_dim_v) + PAD;
     load_query(s, work, q + (long long)seq * rows * n_head * head_dim_k, n_head, head, head_dim_k, scale, width,
-               group == 0 || begin == first_tile ? health : nullptr, layer);
+               begin == first_tile ? health : nullptr, layer);  // one group reports
     float out[MT][NT][4] = {}, most[2 * NT], sum[2 * NT] = {};
     for (int i = 0; i < 2 * NT; i++) most[i] = minus_infinity();
     for (long long tile = begin; tile <= last_tile; tile += GROUPS) {

@@ -21,7 +21,7 @@ struct Sum {
 extern "C" __global__ void __launch_bounds__(512) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
         int head_dim_v, int window, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
-    __shared__ float2 worth[GROUPS], worth_of_fold[FOLDS];  // 0 and 0 for a group without a key
+    __shared__ float2 worth[GROUPS], worth_of_fold[FOLDS];  // of a group without a key y is below 0
     __shared__ float total_weight;
     const long long entry = blockIdx.x;  // (sequence, row, head)
     const long long seq = entry / ((long long)rows * n_head);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(512) attend_combine(
             const int group = lane * FOLD + i;
             const bool has = ((group - first_tile) % GROUPS + GROUPS) % GROUPS < tiles;
             any |= has;
-            worth[group] = make_float2(1.0f, 0.0f);
+            worth[group] = make_float2(1.0f, -1.0f);
             if (has) worth[group] = sum.fold(part[group * stride + head_dim_v], part[group * stride + head_dim_v + 1]);
         }
         Sum total = {minus_infinity(), 0.0f};
@@ -65,9 +65,10 @@ extern "C" __global__ void __launch_bounds__(512) attend_combine(
         for (int fold = 0; fold < FOLDS; fold++) {
             const float2* of = worth + fold * FOLD;
             float x[FOLD], value = 0.0f;
-            // A group without a key is worth 0 and is not read: what stands there may be anything.
+            // A group without a key is not read: what stands there may be anything. One whose keys weigh nothing is,
+            // so that a NaN among its values shows.
 #pragma unroll
-            for (int i = 0; i < FOLD; i++) x[i] = of[i].y != 0.0f ? part[(fold * FOLD + i) * stride + d] : 0.0f;
+            for (int i = 0; i < FOLD; i++) x[i] = of[i].y < 0.0f ? 0.0f : part[(fold * FOLD + i) * stride + d];
 #pragma unroll
             for (int i = 0; i < FOLD; i++) value = __fmaf_rn(value, of[i].x, __fmul_rn(x[i], of[i].y));
             const float2 w = worth_of_fold[fold];
