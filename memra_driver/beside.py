@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from memra_driver.layout import CacheState
 from memra_driver.place import Action, ordinal, read_bytes, run_actions, zero_actions
 from memra_driver.rules import CacheRules
 
+if TYPE_CHECKING:
+    from memra_driver.clock import CacheClock
+
 
 class CacheBeside(CacheRules):
     """Parked logits, tap sink and error record of a cache; `Cache` builds on it."""
@@ -26,7 +29,8 @@ class CacheBeside(CacheRules):
     dflash_taps: DflashTapSink | None = None
     _lazy: dict[str, Any]
     _retired: list[Any]
-    _logits_at = 0  # the length that the sequence had with the token whose logits are parked
+    logits_at: int | None = None  # the length that the sequence had with the token whose logits are parked
+    _logits: Any = None  # where they are parked
 
     def park_logits(self, e: Any, row: Any) -> None:
         """Copies one row of n_vocab f32 into `last_logits_dev`, in stream order; e is the last layer's device.
@@ -36,15 +40,18 @@ class CacheBeside(CacheRules):
         """
         self._check_last_device(e, "park_logits")
         self.check_state("park_logits", CacheState.READY)
+        self.check_recording("park_logits")
         if self.cfg.n_vocab < 1:
             raise ConfigError("park_logits needs n_vocab, which this model description lacks")
         source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), ordinal(e), rows=1, out=False)
         kept = self._plane_beside("logits", e, self.cfg.n_vocab)
         e.copy_bytes(kept.ptr, source.ptr, source.nbytes)
-        self.last_logits_dev = kept
-        self._logits_at = self.pos + self.step_rows
-        self._c.last_logits_dev.present = 1
         layout.put_slice(self._c.last_logits_dev.slice, kept, ordinal(e))
+        self._logits = kept
+        self.keep_logits(self.pos + self.step_rows)
+        graph = self.recording
+        if graph is not None:
+            graph.move_of(cast("CacheClock", self)).parks = True
 
     def take_logits(self, e: Any) -> Any:
         """The parked logits as a slice, or None; they stay parked. Waits for nothing."""
@@ -124,14 +131,14 @@ class CacheBeside(CacheRules):
 
     def drop_logits_above(self, stands: int) -> None:
         """Drops parked logits whose token is among those that were given up."""
-        if self._logits_at > stands:
-            self.drop_logits()
+        if self.logits_at is not None and self.logits_at > stands:
+            self.keep_logits(None)
 
-    def drop_logits(self) -> None:
-        """Forgets the parked logits; the buffer stays for the next."""
-        self.last_logits_dev = None
-        self._logits_at = 0
-        self._c.last_logits_dev.present = 0
+    def keep_logits(self, at: int | None) -> None:
+        """The logits in the buffer belong to the length `at`; None: they are forgotten, and the buffer stays."""
+        self.logits_at = at
+        self.last_logits_dev = None if at is None else self._logits
+        self._c.last_logits_dev.present = int(at is not None)
 
     def _plane_beside(self, name: str, e: Any, n: int) -> Any:
         """The reserved plane, or one allocated now; a larger one replaces it."""

@@ -296,7 +296,7 @@ class Cache(CacheClock):
         self.end_step(0)
         self._c.replay_to, self._c.state = 0, CacheState.READY
         self._c.generation += 1
-        self.drop_logits()
+        self.keep_logits(None)
         self.disarm_taps()
 
     # What it holds.

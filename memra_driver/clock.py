@@ -82,6 +82,9 @@ class CacheClock(CacheBeside):
     def unsettle(self) -> None:
         """The devices know a count that the host does not: pos and len are now the most that they can be."""
         self.set_state(CacheState.UNSETTLED)
+        graph = self.recording
+        if graph is not None:
+            graph.move_of(self).unsettles = True
 
     def prepare_replay(self, e: Any) -> None:
         """Before a recorded graph is launched: stamps the counters, and brings each state to where it was born.
@@ -111,6 +114,9 @@ class CacheClock(CacheBeside):
         if launches < 0:
             raise ConfigError(f"{launches} launches")
         self.check_replayable("replayed", move.need + move.tokens * (launches - 1) if launches else 0)
+        if move.parks and launches:
+            last = self.pos + move.tokens * (launches - 1)
+            self.keep_logits(None if move.logits_at is None else last + move.logits_at)
         self.end_step(self.pos + move.tokens * launches)
         for il in move.appended if launches else ():
             layer = self.kv_layer(il)

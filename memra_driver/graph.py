@@ -28,14 +28,17 @@ class Clock:
     pos: int
     lens: list[int | None]
     state: CacheState
+    logits_at: int | None
 
     @classmethod
     def of(cls, cache: CacheClock) -> Clock:
-        return cls(cache.pos, [None if layer is None else layer.len for layer in cache.kv], cache.state)
+        lens = [None if layer is None else layer.len for layer in cache.kv]
+        return cls(cache.pos, lens, cache.state, cache.logits_at)
 
     def put(self, cache: CacheClock) -> None:
         cache.end_step(self.pos)
         cache.set_state(self.state)
+        cache.keep_logits(self.logits_at)
         for layer, length in zip(cache.kv, self.lens, strict=True):
             if layer is not None and length is not None:
                 layer.len = length
@@ -51,6 +54,8 @@ class Move:
     tokens: int = 0
     appended: frozenset[int] = frozenset()
     unsettles: bool = False
+    parks: bool = False
+    logits_at: int | None = None  # of a launch that parks: so far behind where it starts; None: not kept
 
 
 class Graph(Closing):
@@ -79,8 +84,12 @@ class Graph(Closing):
 
     def note(self, cache: CacheClock, end: int) -> None:
         """Rows below position `end` are written by a launch that starts where the capture started."""
-        move = next(move for move in self.moves if move.cache is cache)
+        move = self.move_of(cache)
         move.need = max(move.need, end - move.begin.pos)
+
+    def move_of(self, cache: CacheClock) -> Move:
+        """What this graph does to a cache that takes part."""
+        return next(move for move in self.moves if move.cache is cache)
 
     def launch(self) -> None:
         """Replays once, in stream order: stamps the counters, brings the states home, launches, moves the host.
@@ -89,6 +98,8 @@ class Graph(Closing):
         """
         if self._recording or self.is_closed:
             raise StateError("the capture is still open" if self._recording else "the graph is closed")
+        if self.e.recording is not None:
+            raise StateError("graph launch: a capture is open; only steps and rounds can be recorded")
         for move in self.moves:
             move.cache.check_replayable("graph launch", move.need)
         for move in self.moves:
@@ -111,7 +122,8 @@ class Graph(Closing):
             move.tokens = cache.pos - begin.pos
             now = [None if layer is None else layer.len for layer in cache.kv]
             move.appended = frozenset(il for il, length in enumerate(now) if length != begin.lens[il])
-            move.unsettles = cache.state is CacheState.UNSETTLED and begin.state is not CacheState.UNSETTLED
+            if move.parks and cache.logits_at is not None:
+                move.logits_at = cache.logits_at - begin.pos
             if cache.open_round is not None:
                 cache.open_round.over()
             begin.put(cache)
