@@ -186,10 +186,10 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
         driver.stream_begin_capture(e.stream.handle)
         try:
             yield graph
+            made = driver.stream_end_capture(e.stream.handle)
         except BaseException:
             _discard(e)
             raise
-        made = driver.stream_end_capture(e.stream.handle)
         try:
             graph.handle = driver.graph_instantiate(made)
         finally:
