@@ -145,3 +145,19 @@ def test_the_import_costs_at_most_fifteen_milliseconds_over_numpy() -> None:
     text = "import time, numpy\nt = time.perf_counter()\nimport memra_driver\nprint(1e3 * (time.perf_counter() - t))\n"
     child(text)  # writes the byte code
     assert median(float(child(text)) for _ in range(5)) <= 15
+
+
+def test_without_its_extra_the_command_line_says_what_to_install() -> None:
+    program = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            raise ImportError('blocked', name=name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "from memra_driver.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 2
+    assert run.stderr == "memra-driver: the command line needs typer: pip install typer rich\n"
