@@ -52,12 +52,16 @@ class CacheBatch(Closing):
         self.members = tuple(caches)
         self.batch = len(caches)
         self.cfg, self.plan = first.cfg, first.plan
-        self._swaps = self._count_swaps()
         self._table = self._upload(home=False)
+        self._states = [self._state_addresses(il) for il in range(self.cfg.n_layer)]  # those in the table
         self._home = self._upload(home=True)  # what a capture uses: a launch brings every state there
 
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._home.is_closed)
+
     def close(self) -> None:
-        """Frees the tables; may be called twice. The caches stay."""
+        """Frees the tables; may be called twice. The caches stay, and graphs that recorded the batch end with it."""
         self._table.close()
         self._home.close()
 
@@ -65,6 +69,7 @@ class CacheBatch(Closing):
         """Ends the step of every sequence, in one launch: pos += n. Raises as Cache.advance, for all or none."""
         if e is not self.e:
             raise DeviceMismatch(f"{e!r} is not the batch's device {self.e!r}")
+        self._check_members()
         for member in self.members:
             member.check_advance(n)
         if n == 0:
@@ -91,33 +96,42 @@ class CacheBatch(Closing):
     @contextmanager
     def step(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[At]:
         """As Cache.step, for every sequence: all are checked before the launch, and all are noted after it."""
+        self._check_members()
         with ExitStack() as stack:
-            for i, member in enumerate(self.members):
-                if member.state is CacheState.PENDING_REPLAY:
-                    left = member.replay_to - member.pos
-                    raise StateError(f"batch, sequence {i}: pending replay of {left} tokens; run them first")
-                if member.open_round is not None:
-                    raise StateError(f"batch, sequence {i}: a round is open; commit or leave it first")
+            for member in self.members:
                 stack.enter_context(member.step_op(e, il, op, rows))
             yield self.at(il)
 
     def check_readable(self, what: str) -> None:
         """An operation that reads the sequences and changes nothing."""
+        self._check_members()
         for member in self.members:
             member.check_readable(what)
 
     def seqs(self, il: int) -> Any:
         """The table of layer il: memra_seq per sequence."""
-        if self.recording is None and self._count_swaps() != self._swaps:
+        if self.recording is not None:
+            self.recording.batches.add(self)
+        elif self._state_addresses(il) != self._states[il]:
             old, self._table = self._table, self._upload(home=False)
             old.close()
-            self._swaps = self._count_swaps()
+            self._states = [self._state_addresses(each) for each in range(self.cfg.n_layer)]
         table = self._table if self.recording is None else self._home
         row_bytes = table.len // self.cfg.n_layer
         return table.view(il * row_bytes, (il + 1) * row_bytes).cast(np.uint64)
 
-    def _count_swaps(self) -> list[int]:
-        return [layer.swaps for member in self.members for layer in member.recur if layer is not None]
+    def _check_members(self) -> None:
+        """What every call refuses, whatever it does."""
+        for i, member in enumerate(self.members):
+            if member.state is CacheState.PENDING_REPLAY:
+                left = member.replay_to - member.pos
+                raise StateError(f"batch, sequence {i}: pending replay of {left} tokens; run them first")
+            if member.open_round is not None:
+                raise StateError(f"batch, sequence {i}: a round is open; commit or leave it first")
+
+    def _state_addresses(self, il: int) -> list[int]:
+        layers = (member.recur[il] for member in self.members)
+        return [layer.ssm_state.ptr for layer in layers if layer is not None]
 
     def _upload(self, *, home: bool) -> Any:
         """memra_seq [n_layer][batch] on the device."""

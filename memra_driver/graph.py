@@ -18,6 +18,7 @@ from memra_driver.layout import CacheState
 from memra_driver.memory import Closing
 
 if TYPE_CHECKING:
+    from memra_driver.batch import CacheBatch
     from memra_driver.clock import CacheClock
 
 
@@ -68,6 +69,7 @@ class Graph(Closing):
     def __init__(self, e: Any) -> None:
         self.e = e
         self.moves: list[Move] = []
+        self.batches: set[CacheBatch] = set()  # whose tables it reads
         self.is_closed = False
         self._recording = True
 
@@ -100,6 +102,8 @@ class Graph(Closing):
             raise StateError("the capture is still open" if self._recording else "the graph is closed")
         if self.e.recording is not None:
             raise StateError("graph launch: a capture is open; only steps and rounds can be recorded")
+        if any(batch.is_closed for batch in self.batches):
+            raise StateError("graph launch: a batch that it recorded is closed")
         for move in self.moves:
             move.cache.check_replayable("graph launch", move.need)
         for move in self.moves:

@@ -205,14 +205,14 @@ def attend(
     rows = _count(cache, queries, heads * hk)
     result = _rows(e, cache, out, "out", (heads, hv), rows, out=True)
     refuse_overlap({"out": result}, {"q": queries} | _planes(cache, source, "k", "v"))
-    limit = cache.plan.options.max_rows
+    limit = min(member.plan.options.max_rows for member in cache.members)
     if rows > limit:
         raise CapacityError(f"attend of {rows} rows; the cache was built with CacheOptions(max_rows={limit})")
     width = layer.window if window is None else window
     if width < 0:
         raise ConfigError(f"attend: window {width}; it is the number of keys that a row sees, 0 for all")
+    cache.check_readable("attend")
     for member in cache.members:
-        member.check_readable("attend")
         member.check_attend(source, rows)
     if rows == 0:
         return
