@@ -15,11 +15,13 @@ README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 def test_the_python_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), scope)
-    assert capsys.readouterr().out.startswith("3 3 ")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 3 ")
+    assert lines[1] == "5 [5, 5]"
 
 
 def test_every_preset_is_named() -> None:
