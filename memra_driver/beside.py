@@ -27,8 +27,8 @@ class CacheBeside(CacheRules):
 
     last_logits_dev: Any = None
     dflash_taps: DflashTapSink | None = None
-    _lazy: dict[str, Any]
-    _retired: list[Any]
+    _lazy: dict[tuple[str, int], Any]  # by name and device index
+    _retired: list[tuple[tuple[str, int], Any]]
     logits_at: int | None = None  # the length that the sequence had with the token whose logits are parked
     _logits: Any = None  # where they are parked
 
@@ -142,18 +142,19 @@ class CacheBeside(CacheRules):
 
     def _plane_beside(self, name: str, e: Any, n: int) -> Any:
         """The reserved plane, or one allocated now; a larger one replaces it."""
-        reserved = [p for (plane, _, d), p in self._planes.items() if plane == name and self.devices[d] is e]
-        found = self._lazy.get(name) or (reserved[0] if reserved else None)
+        key = name, next(d for d, device in enumerate(self.devices) if device is e)
+        found = self._lazy.get(key) or self._planes.get((name, None, key[1]))
         if found is not None and found.len >= n:
             return found
         if getattr(e, "recording", None) is not None:
             raise StateError(
                 f"{name} need {n} elements, and nothing is allocated while a capture is open; do it once before"
             )
-        if name in self._lazy:
-            self._retired.append(self._lazy[name])  # a graph may hold its address
-        self._lazy[name] = e.uninit(n)
-        return self._lazy[name]
+        made = e.uninit(n)
+        if key in self._lazy:
+            self._retired.append((key, self._lazy[key]))  # a graph may hold its address
+        self._lazy[key] = made
+        return made
 
     def _check_last_device(self, e: Any, what: str) -> None:
         last = self.devices[self.plan.placement[-1]]

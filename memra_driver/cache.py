@@ -101,8 +101,8 @@ class Cache(CacheClock):
             id=next(_ids),
         )
         self.cfg = cfg
-        self._lazy: dict[str, Any] = {}  # what was allocated on first use
-        self._retired: list[Any] = []  # and what a larger one replaced
+        self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
+        self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced
 
     # Birth and end.
 
@@ -151,7 +151,7 @@ class Cache(CacheClock):
         if self.open_round is not None:
             self.open_round.over()
         self._invalidate_snapshots("its cache is closed")
-        owners = [*self._owners, *self._lazy.values(), *self._retired]
+        owners = [*self._owners, *self._lazy.values(), *(plane for _, plane in self._retired)]
         self._owners, self._lazy, self._retired = [], {}, []
         close_slices(owners)
 
@@ -321,7 +321,7 @@ class Cache(CacheClock):
         return {
             "buffers": buffers,
             "snapshots": snapshots,
-            "cache_bytes": allocated,
+            "cache_bytes": allocated + sum(plane.nbytes for _, plane in self._beside()),
             "snapshot_bytes": sum(snap["bytes"] for snap in snapshots),
             "devices": devices,
         }
@@ -329,9 +329,12 @@ class Cache(CacheClock):
     def regions(self) -> list[tuple[str, int, int, int]]:
         """(name, device pointer, bytes, device) of every live buffer; addresses hold until close."""
         self.check_state("regions", *(state for state in CacheState if state is not CacheState.CLOSED))
-        return [
+        planned = [
             (row.name, self._planes[row.plane, row.layer, row.device].ptr, row.bytes, ordinal(self.devices[row.device]))
             for row in self.plan.planes
+        ]
+        return planned + [
+            (name, plane.ptr, plane.nbytes, ordinal(self.devices[d])) for (name, d), plane in self._beside()
         ]
 
     def kv_layer_for(self, il: int) -> KvLayer:
@@ -360,6 +363,10 @@ class Cache(CacheClock):
     def health_d(self, il: int) -> Any:
         """The error record beside layer il."""
         return self._planes["health", None, self.plan.device_of(il)]
+
+    def _beside(self) -> list[tuple[tuple[str, int], Any]]:
+        """What was allocated on first use, by name and device index."""
+        return [*self._lazy.items(), *self._retired]
 
     def _give_up(self, stands: int) -> None:
         """K/V rows at and above `stands` are given up: snapshots and logits that count on them are no longer true."""
