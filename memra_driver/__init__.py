@@ -31,14 +31,17 @@ from .errors import (
 
 if TYPE_CHECKING:
     from . import ops
+    from .batch import CacheBatch
     from .cache import Cache
     from .config import Gemma4Config, LayerKind, ModelConfig, SsmConfig, Step35Config
     from .device import CudaContext, CudaEvent, CudaSlice, CudaStream, CudaView
     from .formats import FormatPolicy
+    from .graph import Graph
     from .kvdev import CudaDev, HostDev, KvDev
     from .layers import DflashTapSink, KvLayer, RecurLayer
     from .plan import CacheOptions, CachePlan
     from .pp import pp_cuts, stage_of
+    from .round import Round
     from .snapshot import CacheSnapshot
 
 __version__ = "0.1.0"
@@ -47,6 +50,7 @@ __all__ = [
     "AbiError",
     "ArrayError",
     "Cache",
+    "CacheBatch",
     "CacheOptions",
     "CachePlan",
     "CacheSnapshot",
@@ -65,6 +69,7 @@ __all__ = [
     "DriverOutOfMemory",
     "FormatPolicy",
     "Gemma4Config",
+    "Graph",
     "HealthError",
     "HostDev",
     "IllegalAddress",
@@ -76,6 +81,7 @@ __all__ = [
     "NoDriver",
     "OutOfMemory",
     "RecurLayer",
+    "Round",
     "SnapshotError",
     "SsmConfig",
     "StateError",
@@ -93,15 +99,18 @@ __all__ = [
 ]
 
 _HOME = {
+    "batch": ("CacheBatch",),
     "cache": ("Cache",),
     "config": ("Gemma4Config", "LayerKind", "ModelConfig", "SsmConfig", "Step35Config"),
     "device": ("CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView"),
     "formats": ("FormatPolicy",),
+    "graph": ("Graph",),
     "kvdev": ("CudaDev", "HostDev", "KvDev"),
     "layers": ("DflashTapSink", "KvLayer", "RecurLayer"),
     "ops": ("ops",),
     "plan": ("CacheOptions", "CachePlan"),
     "pp": ("pp_cuts", "stage_of"),
+    "round": ("Round",),
     "snapshot": ("CacheSnapshot",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -1,4 +1,4 @@
-"""The `memra-driver` command: info, plan, run."""
+"""The `memra-driver` command: info, plan, run, check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +18,14 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as missing:
-    raise ImportError(f"the command line needs {missing.name}: pip install 'memra-driver[cli]'") from None
+    raise ImportError(f"the command line needs {missing.name}: pip install typer rich") from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memra_driver.config import ModelConfig
     from memra_driver.plan import CachePlan
-    from memra_driver.session import Round, Session
+    from memra_driver.session import Outcome, Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 out = Console()
@@ -32,6 +33,15 @@ out = Console()
 MODEL_HELP = "A preset, a GGUF file, an HF config.json or its folder."
 DEFAULT_MODEL = "qwen3.5-9b"
 
+
+class Method(StrEnum):
+    """How a round ends: by rolling back to a snapshot and replaying, or as a transaction without copies."""
+
+    rollback = "rollback"
+    round = "round"
+
+
+Device = Annotated[str, typer.Option(help="auto, cuda:N or host.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -90,20 +100,29 @@ def run(
     rounds: Annotated[int, typer.Option(min=1, help="Speculative rounds.")] = 8,
     draft: Annotated[int, typer.Option(min=0, help="Drafted tokens a round; draft + 1 rows are verified.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the inputs and the accept counts.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cuda:N or host.")] = "auto",
+    attend: Annotated[bool, typer.Option(help="Attend in every attention layer.")] = True,
+    method: Annotated[Method, typer.Option(help="Snapshot, roll back and replay; or a round.")] = Method.rollback,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that step together; each prompt is a token longer.")] = 1,
+    graph: Annotated[bool, typer.Option("--graph", help="Record the step or round once, then launch it.")] = False,
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """A speculative session over the cache of MODEL, each round checked bit for bit against plain decoding."""
-    from memra_driver.session import Session, copy_bandwidth
+    from memra_driver.session import Session
+    from memra_driver.session_times import copy_bandwidth
 
     cfg = _model(model)
+    options: dict[str, Any] = {
+        "prompt": prompt, "rounds": rounds, "draft": draft, "seed": seed, "attend": attend, "method": method.value,
+        "batch": batch, "graph": graph,
+    }  # fmt: skip
     with _device(device) as e:
-        session = Session(e, cfg, ctx, prompt=prompt, rounds=rounds, draft=draft, seed=seed)
+        session = Session(e, cfg, ctx, **options)
         try:
             done = _watch(session, f"{model} on {e!r}", quiet=as_json)
             bandwidth = copy_bandwidth(e)
             operations = session.times.table(bandwidth)
-            cache_bytes = session.cache.report()["cache_bytes"]
+            cache_bytes = session.caches[0].report()["cache_bytes"]
         finally:
             session.close()
         where = _device_name(e)
@@ -111,10 +130,11 @@ def run(
     fault = next((each for each in done if each.fault), None)
     if as_json:
         summary = {
-            "model": model, "device": where, "max_ctx": ctx, "cache_bytes": cache_bytes, "rounds": rounds,
-            "identical": identical, "fault": f"round {fault.number}: {fault.fault}" if fault else None,
+            "model": model, "device": where, "max_ctx": ctx, "options": options, "cache_bytes": cache_bytes,
+            "rounds": rounds, "identical": identical,
+            "fault": f"round {fault.number}: {fault.fault}" if fault else None,
             "copy_bytes_per_second": bandwidth, "operations": operations,
-            "history": [{"round": r.number, "accepted": r.accepted, "pos": r.pos, "digest": r.digest} for r in done],
+            "history": [line for each in done for line in _history(each)],
         }  # fmt: skip
         print(json.dumps(summary, indent=2))
     else:
@@ -125,6 +145,15 @@ def run(
         out.print(f"[bold]{identical}/{rounds} rounds bit-identical[/]", highlight=False)
     if fault is not None:
         raise typer.Exit(1)
+
+
+def _history(done: Outcome) -> list[dict[str, Any]]:
+    """One entry per sequence; none of a round that broke off."""
+    ends = enumerate(zip(done.accepted, done.pos, done.digests, strict=False))
+    return [
+        {"round": done.number, "sequence": b, "accepted": accepted, "pos": pos, "digest": digest}
+        for b, (accepted, pos, digest) in ends
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +206,7 @@ def _device_name(e: Any) -> str:
     return f"cuda:{e.ordinal} ({e.context.name()})" if isinstance(e, CudaDev) else "host"
 
 
-def _watch(session: Session, title: str, *, quiet: bool) -> list[Round]:
+def _watch(session: Session, title: str, *, quiet: bool) -> list[Outcome]:
     """Runs the session under a progress bar, which only a terminal shows."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())

@@ -1,340 +1,224 @@
 """The main job of a cache, on inputs that need no model: speculative decoding, checked bit for bit.
 
-A `Session` drives two caches. One speculates: each round snapshots, verifies draft + 1 rows at once,
-draws how many of them stand, rolls back and replays those. Its twin decodes only the tokens that
-stand, one at a time. After every round both must have the same digest, and the rows that stand
-must have the same bytes in everything that the operations returned.
-
-Inputs are a fixed function of (seed, layer, position), so a replayed token brings the same rows.
+A `Session` drives one sequence, or several that step together in a `CacheBatch`. Each round verifies draft + 1 rows
+at once and draws how many of them stand. With the method "rollback" it snapshots before, rolls back and replays those
+that stand; with "round" a `Round` commits them. Each sequence has a twin that decodes only the tokens that stand,
+one at a time. After every round both must have the same digest, and the rows that stand must have the same
+bytes in everything that the operations returned.
 """
 
 from __future__ import annotations
 
-import hashlib
-import statistics
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from memra_driver import ops
+from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig
-from memra_driver.device import CudaEvent
-from memra_driver.errors import CapacityError, MemraError, UnsupportedError
+from memra_driver.errors import CapacityError, ConfigError, MemraError, UnsupportedError
 from memra_driver.formats import FormatPolicy
-from memra_driver.kvdev import CudaDev
-from memra_driver.plan import CachePlan
-
-F32 = npt.NDArray[np.float32]
+from memra_driver.plan import CacheOptions, CachePlan
+from memra_driver.round import Round
+from memra_driver.session_inputs import Inputs, Weights
+from memra_driver.session_steps import Decoder, Hashes, commit_bytes
+from memra_driver.session_times import OpTimes
 
 ACCEPT_CHANCE = 0.75
-AHEAD_BYTES = 1 << 29  # takes the GPU longer to clear than the host to enqueue an operation
-COPY_BYTES = {True: 1 << 29, False: 1 << 26}  # CUDA, host: well past any cache level
-
-
-class Inputs:
-    """What a model's projections would bring to the cache: unit-normal rows, gates in the models' range."""
-
-    def __init__(self, cfg: ModelConfig, seed: int) -> None:
-        self.cfg = cfg
-        self.seed = seed
-        self._rows: dict[tuple[int, str, int, int], F32] = {}
-
-    def rows(self, il: int, name: str, columns: int, start: int, count: int) -> F32:
-        """[count, columns] of positions start ..: the same row for the same position, whatever the call."""
-        return np.stack([self._row(il, name, columns, start + i) for i in range(count)])
-
-    def weights(self, il: int) -> dict[str, F32]:
-        """Per-layer constants of a recurrent layer: w [conv_dim, d_conv], dt_bias and a [num_v]."""
-        ssm = self.cfg.ssm
-        assert ssm is not None
-        random = self._generator(il, "weights", 0)
-        return {
-            "w": random.normal(0, 0.4, (ssm.conv_dim, ssm.conv_kernel)).astype(np.float32),
-            "dt_bias": random.uniform(-3, 1, ssm.time_step_rank).astype(np.float32),
-            "a": -random.uniform(0.05, 4, ssm.time_step_rank).astype(np.float32),
-        }
-
-    def forget_before(self, position: int) -> None:
-        """Drops rows that nobody will ask for again."""
-        self._rows = {key: row for key, row in self._rows.items() if key[3] >= position}
-
-    def _row(self, il: int, name: str, columns: int, position: int) -> F32:
-        key = (il, name, columns, position)
-        if key not in self._rows:
-            self._rows[key] = self._generator(il, name, position).standard_normal(columns, np.float32)
-        return self._rows[key]
-
-    def _generator(self, il: int, name: str, position: int) -> np.random.Generator:
-        words = hashlib.blake2b(f"{self.seed}/{il}/{name}/{position}".encode(), digest_size=16).digest()
-        return np.random.Generator(np.random.Philox(key=np.frombuffer(words, np.uint64)))
-
-
-@dataclass
-class OpTimes:
-    """How long each operation took and how many bytes it must move, as measured on the device.
-
-    On a GPU a long clear is enqueued in front of each measured operation: while it runs the host gets ahead, so
-    the time between the two events is the device's alone, and the operation finds none of its data in a cache.
-    """
-
-    e: Any
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    bytes: dict[str, list[int]] = field(default_factory=dict)
-    _pending: list[tuple[str, CudaEvent, CudaEvent]] = field(default_factory=list)
-    _ahead: Any = None
-
-    @contextmanager
-    def measure(self, name: str, n_bytes: int) -> Iterator[None]:
-        """Times what the block enqueues: between two events on a GPU, by the clock on the host."""
-        self.bytes.setdefault(name, []).append(n_bytes)
-        if not isinstance(self.e, CudaDev):
-            begin = time.perf_counter()
-            yield
-            self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
-            return
-        if self._ahead is None:
-            self._ahead = self.e.uninit(AHEAD_BYTES // 4)
-        self.e.clear_bytes(self._ahead.ptr, self._ahead.nbytes)
-        begin_event, end_event = (CudaEvent(self.e.context, timing=True) for _ in range(2))
-        self.e.stream.record(begin_event)
-        yield
-        self.e.stream.record(end_event)
-        self._pending.append((name, begin_event, end_event))
-
-    def settle(self) -> None:
-        """Waits for the device and reads the events."""
-        self.e.synchronize()
-        for name, begin, end in self._pending:
-            self.seconds.setdefault(name, []).append(end.elapsed_ms(begin) / 1e3)
-            begin.close()
-            end.close()
-        self._pending.clear()
-
-    def close(self) -> None:
-        """Frees what the measuring needs."""
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def table(self, copy_bytes_per_second: float) -> list[dict[str, Any]]:
-        """Per operation: count, median seconds, bytes of a median call, share of the copy bandwidth."""
-        rows = []
-        for name, seconds in self.seconds.items():
-            rates = [b / s for b, s in zip(self.bytes[name], seconds, strict=True) if s > 0]
-            rows.append(
-                {
-                    "operation": name,
-                    "count": len(seconds),
-                    "median_seconds": statistics.median(seconds),
-                    "median_bytes": int(statistics.median(self.bytes[name])),
-                    "copy_share": statistics.median(rates) / copy_bytes_per_second if rates else 0.0,
-                }
-            )
-        return rows
-
-
-def copy_bandwidth(e: Any) -> float:
-    """Bytes per second, read plus written, of one large copy on e: the median of seven."""
-    n = COPY_BYTES[isinstance(e, CudaDev)] // 4
-    with e.uninit(n) as src, e.zeros(n) as dst:
-        e.clear_bytes(src.ptr, src.nbytes)
-        e.copy_into(dst, 0, src, n)
-        times = OpTimes(e)
-        for _ in range(7):
-            with times.measure("copy", 8 * n):
-                e.copy_into(dst, 0, src, n)
-        times.settle()
-        times.close()
-        return 8 * n / statistics.median(times.seconds["copy"])
-
-
-class Decoder:
-    """Runs steps of the trunk over one cache, and keeps a hash of what each position got back."""
-
-    def __init__(self, e: Any, cache: Cache, inputs: Inputs, times: OpTimes) -> None:
-        self.e, self.cache, self.inputs, self.times = e, cache, inputs, times
-        self._buffers: dict[str, Any] = {}
-        self._weights: dict[int, dict[str, Any]] = {}
-
-    def step(self, rows: int) -> dict[int, str]:
-        """One step of `rows` tokens at pos, advanced. Returns position -> hash of every op's output row."""
-        start = self.cache.pos
-        hashes = {start + t: hashlib.sha256() for t in range(rows)}
-        for il in range(self.cache.cfg.n_trunk):
-            if self.cache.kv[il] is not None:
-                self._attention(il, start, rows)
-            elif self.cache.recur[il] is not None:
-                for output in self._recurrent(il, start, rows):
-                    for t, row in enumerate(output.reshape(rows, -1)):
-                        hashes[start + t].update(row.tobytes())
-        self.cache.advance(self.e, rows)
-        return {position: sha.hexdigest() for position, sha in hashes.items()}
-
-    def close(self) -> None:
-        """Frees its buffers."""
-        weights = [each for layer in self._weights.values() for each in layer.values()]
-        for each in (*self._buffers.values(), *weights):
-            each.close()
-
-    def _attention(self, il: int, start: int, rows: int) -> None:
-        layer = self.cache.kv[il]
-        assert layer is not None
-        k = self._input(il, "k", layer.kv_dim_k, start, rows)
-        v = self._input(il, "v", layer.kv_dim_v, start, rows)
-        n_bytes = rows * (4 * (layer.kv_dim_k + layer.kv_dim_v) + layer.k_tok_bytes + layer.v_tok_bytes)
-        with self.times.measure("append_kv", n_bytes):
-            ops.append_kv(self.e, self.cache, il, k, v)
-
-    def _recurrent(self, il: int, start: int, rows: int) -> list[F32]:
-        layer = self.cache.recur[il]
-        assert layer is not None
-        conv, heads, size = layer.conv_dim, layer.num_v, layer.state_size
-        weights = self._layer_weights(il)
-        x = self._input(il, "x", conv, start, rows)
-        alpha = self._input(il, "alpha", heads, start, rows)
-        beta_raw = self._input(il, "beta_raw", heads, start, rows)
-        conv_out = self._output("conv_out", rows * conv)
-        q, k, v, out = (self._output(name, rows * heads * size) for name in ("q", "k", "v", "out"))
-        g_log, beta = (self._output(name, rows * heads) for name in ("g_log", "beta"))
-        ring_bytes, state_bytes = layer.conv_state.nbytes, layer.ssm_state.nbytes
-        with self.times.measure("conv_update", 2 * (x.nbytes + ring_bytes) + weights["w"].nbytes):
-            ops.conv_update(self.e, self.cache, il, x, weights["w"], conv_out)
-        with self.times.measure("gdn_prep", conv_out.nbytes + 3 * q.nbytes + 4 * g_log.nbytes):
-            ops.gdn_prep(
-                self.e, self.cache, il, conv_out, alpha, beta_raw, weights["dt_bias"], weights["a"],
-                q, k, v, g_log, beta, eps=self.cache.cfg.rms_eps,
-            )  # fmt: skip
-        with self.times.measure("gdn_scan", 2 * state_bytes + 4 * q.nbytes + 2 * beta.nbytes):
-            ops.gdn_scan(self.e, self.cache, il, q, k, v, g_log, beta, out, scale=size**-0.5)
-        return [slice_.to_numpy() for slice_ in (conv_out, q, k, v, g_log, beta, out)]
-
-    def _input(self, il: int, name: str, columns: int, start: int, rows: int) -> Any:
-        filled = self._output(f"in.{name}", rows * columns)
-        filled.copy_from(self.inputs.rows(il, name, columns, start, rows).reshape(-1))
-        return filled
-
-    def _output(self, name: str, n: int) -> Any:
-        """n elements of a buffer kept by name; two layers may differ in size, so it grows."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.len < n:
-            if buffer is not None:
-                buffer.close()
-            buffer = self._buffers[name] = self.e.uninit(n)
-        return buffer.view(0, n)
-
-    def _layer_weights(self, il: int) -> dict[str, Any]:
-        if il not in self._weights:
-            self._weights[il] = {}
-            for name, array in self.inputs.weights(il).items():
-                kept = self._weights[il][name] = self.e.uninit(array.size)
-                kept.copy_from(array.reshape(-1))
-        return self._weights[il]
+METHODS = ("rollback", "round")
+MAX_ROWS = CacheOptions().max_rows  # a prompt is read in steps of as many tokens where every step attends
 
 
 @dataclass(frozen=True)
-class Round:
-    """What one round did. `fault` says what differed; "" when nothing did."""
+class Outcome:
+    """What one round did to each sequence. `fault` says what differed; "" when nothing did."""
 
     number: int
-    accepted: int
-    pos: int
-    digest: str
+    accepted: tuple[int, ...]
+    pos: tuple[int, ...]
+    digests: tuple[str, ...]
     fault: str
 
 
 class Session:
-    """A speculative session over `cfg` on device e, and its twin. Iterate `run()`.
+    """`batch` speculative sequences over `cfg` on device e, and their twins. Iterate `run()`.
 
+    Sequence b has a prompt of `prompt` + b tokens. attend: every attention layer attends in every step. graph: the
+    verifying step, or the whole round, is recorded once and launched for every round.
     Raises CapacityError when prompt and rounds do not fit into max_ctx, UnsupportedError when the
-    geometry has no kernels.
+    geometry has no kernels, ConfigError for what cannot be combined.
     """
 
     def __init__(
         self, e: Any, cfg: ModelConfig, max_ctx: int, *, prompt: int, rounds: int, draft: int, seed: int,
+        attend: bool = True, method: str = "rollback", batch: int = 1, graph: bool = False,
         policy: FormatPolicy | None = None,
     ) -> None:  # fmt: skip
+        if method not in METHODS:
+            raise ConfigError(f"method {method!r}; there are {', '.join(METHODS)}")
+        if batch < 1 or (batch > 1 and method == "round"):
+            raise ConfigError(f"a batch of {batch} with the method {method}: a round is of one sequence; use rollback")
         self.width = draft + 1
-        need = prompt + rounds * self.width
+        longest = prompt + batch - 1
+        need = longest + rounds * self.width
         if need > max_ctx:
             raise CapacityError(
-                f"a prompt of {prompt} and {rounds} rounds of {self.width} rows may need {need} tokens;"
+                f"a prompt of {longest} and {rounds} rounds of {self.width} rows may need {need} tokens;"
                 f" max_ctx is {max_ctx}"
             )
-        plan = CachePlan(cfg, max_ctx, policy)
-        problems = plan.check_ops()
+        self.e, self.prompt, self.rounds = e, prompt, rounds
+        self.attend, self.method, self.graph = attend, method, graph
+        options = CacheOptions(max_rows=max(MAX_ROWS, self.width), round_width=self.width if method == "round" else 0)
+        plan = CachePlan(cfg, max_ctx, policy, options)
+        problems = [problem for problem in plan.check_ops() if attend or not problem.startswith("attend")]
         if problems:
             raise UnsupportedError("; ".join(problems))
-        self.e, self.prompt, self.rounds = e, prompt, rounds
-        self.cache = Cache(plan, (e,))
-        try:
-            self.twin = Cache(plan, (e,))
-        except BaseException:
-            self.cache.close()
-            raise
-        self.times = OpTimes(e)
-        self.inputs = Inputs(cfg, seed)
-        self.speculating = Decoder(e, self.cache, self.inputs, self.times)
-        self.plain = Decoder(e, self.twin, self.inputs, self.times)
-        self._draw = np.random.default_rng(seed)
+        self._max_rows = options.max_rows
+        self._draws = [np.random.default_rng([seed, b]) for b in range(batch)]
+        self._recorded: Any = None
+        with ExitStack() as owned:
+            self._build(owned, plan, batch, seed)
+            self._owned = owned.pop_all()
 
-    def run(self) -> Iterator[Round]:
-        """Yields the primed prompt as round 0, then each round; stops behind the first that differs."""
-        snap = self.cache.snapshot(self.e)
+    def _build(self, owned: ExitStack, plan: CachePlan, batch: int, seed: int) -> None:
+        """Two caches a sequence, and what steps them; `owned` closes what is there, the last first."""
+
+        def keep(made: Any) -> Any:
+            owned.callback(made.close)
+            return made
+
+        e = self.e
+        self.caches: list[Cache] = [keep(Cache(plan, (e,))) for _ in range(batch)]
+        self.twins: list[Cache] = [keep(Cache(plan, (e,))) for _ in range(batch)]
+        self.inputs = [Inputs(plan.cfg, seed, b) for b in range(batch)]
+        self.times: OpTimes = keep(OpTimes(e))
+        weights: Weights = keep(Weights(e, self.inputs[0]))
+
+        def decoder(target: Any, inputs: list[Inputs], *, fixed: bool = False) -> Decoder:
+            made: Decoder = keep(Decoder(e, target, inputs, weights, self.times, attend=self.attend, fixed=fixed))
+            return made
+
+        pairs = list(zip(self.caches, self.inputs, strict=True))
+        self.alone = [decoder(cache, [inputs]) for cache, inputs in pairs]
+        self.plain = [decoder(twin, [inputs]) for twin, inputs in zip(self.twins, self.inputs, strict=True)]
+        target = CacheBatch(self.caches) if batch > 1 else self.caches[0]
+        self.together = decoder(target, self.inputs, fixed=self.graph)
+        self._accept_d = keep(e.htod_i32([0]))
+
+    def run(self) -> Iterator[Outcome]:
+        """Yields the primed prompts as round 0, then each round; stops behind the first that differs."""
+        snaps = [cache.snapshot(self.e) for cache in self.caches] if self.method == "rollback" else []
         for number in range(self.rounds + 1):
             try:
-                done = self._prime() if number == 0 else self._round(number, snap)
+                done = self._prime() if number == 0 else self._round(number, snaps)
             except MemraError as error:
-                done = Round(number, 0, self.cache.pos, "", f"{type(error).__name__}: {error}")
+                nothing = (0,) * len(self.caches)
+                positions = tuple(cache.pos for cache in self.caches)
+                done = Outcome(number, nothing, positions, (), f"{type(error).__name__}: {error}")
             yield done
             if done.fault:
                 break
-            self.inputs.forget_before(self.cache.pos)
-        snap.close()
+            for inputs, cache in zip(self.inputs, self.caches, strict=True):
+                inputs.forget_before(cache.pos)
+        for snap in snaps:
+            snap.close()
 
     def close(self) -> None:
-        """Frees both caches and all scratch."""
-        for each in (self.speculating, self.plain, self.cache, self.twin, self.times):
-            each.close()
+        """Frees the caches and all scratch; may be called twice."""
+        if self._recorded is not None:
+            self._recorded.close()
+        self._owned.close()
 
-    def _prime(self) -> Round:
-        hashes = self.speculating.step(self.prompt) if self.prompt else {}
-        return self._compare(0, self.prompt, [hashes])
+    # One round.
 
-    def _round(self, number: int, snap: Any) -> Round:
-        state_bytes = 2 * snap.nbytes
-        with self.times.measure("snapshot_into", state_bytes):
-            self.cache.snapshot_into(self.e, snap)
-        verified = self.speculating.step(self.width)
-        accepted = self._draw_accepted()
-        with self.times.measure("rollback", state_bytes):
-            self.cache.rollback(self.e, snap, accepted)
-        replayed = self.replay(accepted)
-        return self._compare(number, accepted, [verified, replayed])
+    def _prime(self) -> Outcome:
+        prompts = [self.prompt + b for b in range(len(self.caches))]
+        seen = [self._read(decoder, length) for decoder, length in zip(self.alone, prompts, strict=True)]
+        return self._compare(0, prompts, [seen])
 
-    def replay(self, accepted: int) -> dict[int, str]:
-        """Runs the accepted tokens again, in one step."""
-        return self.speculating.step(accepted) if accepted else {}
+    def _read(self, decoder: Decoder, tokens: int) -> dict[int, str]:
+        """Reads a prompt: in one step, or where steps attend in several."""
+        hashes: dict[int, str] = {}
+        rows = self._max_rows if self.attend else max(tokens, 1)
+        for start in range(0, tokens, rows):
+            hashes |= decoder.step(min(rows, tokens - start))[0]
+        return hashes
 
-    def _draw_accepted(self) -> int:
+    def _round(self, number: int, snaps: list[Any]) -> Outcome:
+        accepted = [self._draw_accepted(draw) for draw in self._draws]
+        if self.method == "round":
+            return self._compare(number, accepted, [self._verify_and_commit(accepted[0])])
+        for cache, snap in zip(self.caches, snaps, strict=True):
+            with self.times.measure("snapshot_into", 2 * snap.nbytes):
+                cache.snapshot_into(self.e, snap)
+        verified = self._launch(accepted[0]) if self.graph else self.together.step(self.width)
+        for cache, snap, count in zip(self.caches, snaps, accepted, strict=True):
+            with self.times.measure("rollback", 2 * snap.nbytes):
+                cache.rollback(self.e, snap, count)
+        return self._compare(number, accepted, [verified, self.replay(accepted)])
+
+    def replay(self, accepted: list[int]) -> Hashes:
+        """Runs the accepted tokens of each sequence again, in one step."""
+        counts = zip(self.alone, accepted, strict=True)
+        return [decoder.step(count)[0] if count else {} for decoder, count in counts]
+
+    def _verify_and_commit(self, accepted: int) -> Hashes:
+        """A round of one sequence."""
+        (cache,) = self.caches
+        if self.graph:
+            verified = self._launch(accepted)
+            cache.settle(self.e)
+            return verified
+        with Round(cache, self.e, width=self.width) as r:
+            verified = self.together.step(self.width, advance=False)
+            with self.times.measure("commit", commit_bytes(cache, accepted, again=0 < accepted < self.width)):
+                r.commit(accepted)
+        return verified
+
+    def _launch(self, accepted: int) -> Hashes:
+        """The recorded step or round, which is recorded before its first launch."""
+        if self._recorded is None:
+            self._recorded = self._record()
+        n_bytes = self.together.cost(self.width, in_round=self.method == "round")
+        if self.method == "round":
+            self._accept_d.copy_from(np.array([accepted], np.int32))
+            n_bytes += commit_bytes(self.caches[0], accepted, again=True)
+        return self.together.replay(self._recorded, self.width, n_bytes)
+
+    def _record(self) -> Any:
+        self.together.reserve(self.width)
+        with self.e.capture() as graph:
+            if self.method == "round":
+                with Round(self.caches[0], self.e, width=self.width) as r:
+                    self.together.enqueue(self.width)
+                    r.commit_from_device(self._accept_d)
+            else:
+                self.together.enqueue(self.width)
+                self.together.target.advance(self.e, self.width)
+        return graph
+
+    def _draw_accepted(self, draw: np.random.Generator) -> int:
         """How many of the verified rows stand: each with the chance of a good draft, up to the first that fails."""
-        chances = self._draw.random(self.width) < ACCEPT_CHANCE
+        chances = draw.random(self.width) < ACCEPT_CHANCE
         return self.width if chances.all() else int(chances.argmin())
 
-    def _compare(self, number: int, accepted: int, seen: list[dict[int, str]]) -> Round:
-        """Lets the twin decode the accepted tokens and compares outputs and digests."""
+    def _compare(self, number: int, accepted: list[int], seen: list[Hashes]) -> Outcome:
+        """Lets the twins decode the accepted tokens and compares outputs and digests."""
         faults = []
-        for _ in range(accepted):
-            position = self.twin.pos
-            (expected,) = self.plain.step(1).values()
-            faults += [f"outputs at position {position}" for hashes in seen if hashes.get(position) != expected]
-        digest = self.cache.digest()
-        if digest != self.twin.digest():
-            faults.append("digest")
+        for b, (twin, plain, count) in enumerate(zip(self.twins, self.plain, accepted, strict=True)):
+            who = f"sequence {b}: " if len(self.twins) > 1 else ""
+            for _ in range(count):
+                position = twin.pos
+                (expected,) = plain.step(1)[0].values()
+                if any(hashes[b].get(position) != expected for hashes in seen):
+                    faults.append(f"{who}outputs at position {position}")
+        digests = tuple(cache.digest() for cache in self.caches)
+        for b, (digest, twin) in enumerate(zip(digests, self.twins, strict=True)):
+            if digest != twin.digest():
+                faults.append(f"sequence {b}: digest" if len(self.twins) > 1 else "digest")
         self.times.settle()
         fault = f"{faults[0]} differ from plain decoding" if faults else ""
-        return Round(number, accepted, self.cache.pos, digest, fault)
+        return Outcome(number, tuple(accepted), tuple(cache.pos for cache in self.caches), digests, fault)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from caches import gemma
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from memra_driver import cli, kvdev, session
+from memra_driver import cli, kvdev, ops, session, session_times
 from memra_driver.cache import Cache
+from memra_driver.memory import HostMemory
+from memra_driver.round import Round
 
 SMALL = {
     "model_type": "qwen3_next",
@@ -47,7 +52,7 @@ def test_run_ends_with_every_round_bit_identical(model: str, capsys: pytest.Capt
     status, text, _ = run(capsys, "run", model, "--device", "host", "--rounds", "12", "--ctx", "128")
     assert status == 0
     assert text.splitlines()[-1] == "12/12 rounds bit-identical"
-    for name in ("append_kv", "conv_update", "gdn_prep", "gdn_scan", "snapshot_into", "rollback"):
+    for name in ("append_kv", "attend", "conv_update", "gdn_prep", "gdn_scan", "snapshot_into", "rollback"):
         assert name in text
 
 
@@ -68,8 +73,90 @@ def test_the_same_seed_gives_the_same_digests(model: str, capsys: pytest.Capture
     assert first[0]["digest"] != other[0]["digest"]
 
 
+WAYS = [(), ("--method", "round"), ("--graph",), ("--method", "round", "--graph")]
+
+
+def digests(capsys: pytest.CaptureFixture[str], *argv: str) -> list[tuple[int, int, int, str]]:
+    """(sequence, accepted, pos, digest) of each round of a run in which all are bit-identical."""
+    status, text, errors = run(capsys, *argv, "--json", "--ctx", "128")
+    assert status == 0, errors
+    return [(r["sequence"], r["accepted"], r["pos"], r["digest"]) for r in json.loads(text)["history"]]
+
+
+@pytest.mark.parametrize("device", ["host", "cuda"])
+def test_every_way_of_running_a_round_gives_the_same_digests(
+    device: str,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device == "cuda":
+        request.getfixturevalue("standin")
+        monkeypatch.setattr(session_times, "AHEAD_BYTES", 1 << 12)
+        monkeypatch.setattr(session_times, "COPY_BYTES", {True: 1 << 16})
+    argv = ("run", model, "--device", device, "--prompt", "18", "--rounds", "5")
+    plain, *others = (digests(capsys, *argv, *way) for way in WAYS)
+    assert all(other == plain for other in others)
+
+
+def test_a_sequence_is_the_same_alone_and_in_a_batch_whose_prompts_differ(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("run", model, "--device", "host", "--prompt", "3", "--batch")
+    alone, three, graph = (digests(capsys, *argv, *more) for more in (("1",), ("3",), ("3", "--graph")))
+    assert three == graph
+    assert [line for line in three if line[0] == 0] == alone
+    assert [pos for _, _, pos, _ in three[:3]] == [3, 4, 5]
+
+
+def test_a_run_without_attention_launches_none_and_keeps_the_same_state(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("run", model, "--device", "host")
+    with_attention = digests(capsys, *argv)
+    monkeypatch.setattr(ops, "attend", None)
+    assert digests(capsys, *argv, "--no-attend") == with_attention
+
+
+def test_layers_that_borrow_k_and_v_attend_as_well() -> None:
+    cfg = gemma(shared=2)
+    assert cfg.gemma4 is not None
+    cfg = replace(cfg, n_head=8, gemma4=replace(cfg.gemma4, key_length_swa=96))
+    made = session.Session(kvdev.HostDev(), cfg, 64, prompt=20, rounds=3, draft=2, seed=0)
+    assert [each.fault for each in made.run()] == [""] * 4
+    asked = {name: len(seconds) for name, seconds in made.times.seconds.items()}
+    made.close()
+    assert asked["attend"] * 4 == asked["append_kv"] * 6  # six layers, two of which own nothing
+
+
+def test_the_options_of_a_run_stand_in_its_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--rounds", "1", "--graph", "--no-attend", "--method", "round", "--device", "host", "--json")
+    options = json.loads(run(capsys, "run", model, *argv)[1])["options"]
+    assert options == {
+        "prompt": 32, "rounds": 1, "draft": 4, "seed": 0, "attend": False, "method": "round", "batch": 1, "graph": True,
+    }  # fmt: skip
+
+
 def leave_out_the_replay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(session.Session, "replay", lambda self, accepted: {})
+    patch.setattr(session.Session, "replay", lambda self, accepted: [{} for _ in accepted])
+
+
+def leave_out_the_commit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Round, "commit", lambda self, accept_len: self.reject())
+
+
+def change_one_row_of_attend(patch: pytest.MonkeyPatch) -> None:
+    launch = kvdev.HostDev._launch
+
+    def wrong(self: Any, name: str, *args: Any) -> None:
+        launch(self, name, *args)
+        if name == "attend_combine" and args[4] > 1:
+            last = args[1].ptr + args[1].nbytes - 4
+            value = HostMemory.array(last, 1, np.float32)
+            value[0] = np.nextafter(value[0], np.float32(np.inf))
+
+    patch.setattr(kvdev.HostDev, "_launch", wrong)
 
 
 def leave_out_one_row(patch: pytest.MonkeyPatch) -> None:
@@ -100,20 +187,27 @@ def leave_out_the_restore_of(plane: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "sabotage",
+    ("sabotage", "options"),
     [
-        leave_out_the_replay,
-        leave_out_one_row,
-        leave_out_the_restore_of("conv_state"),
-        leave_out_the_restore_of("ssm_state"),
+        (leave_out_the_replay, ()),
+        (leave_out_the_replay, ("--batch", "2")),
+        (leave_out_one_row, ()),
+        (leave_out_one_row, ("--graph",)),
+        (leave_out_the_restore_of("conv_state"), ()),
+        (leave_out_the_restore_of("ssm_state"), ()),
+        (leave_out_the_commit, ("--method", "round")),
+        *((change_one_row_of_attend, options) for options in WAYS),
     ],
-    ids=["replay", "row", "ring", "state"],
 )
 def test_run_fails_when_something_is_left_out(
-    sabotage: Any, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sabotage: Any,
+    options: tuple[str, ...],
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sabotage(monkeypatch)
-    status, text, _ = run(capsys, "run", model, "--device", "host", "--rounds", "12", "--ctx", "128")
+    status, text, _ = run(capsys, "run", model, "--device", "host", "--rounds", "12", "--ctx", "128", *options)
     assert status == 1
     assert "differ" in text
     assert "12/12" not in text
@@ -123,6 +217,7 @@ def test_run_fails_when_something_is_left_out(
     ("argv", "says"),
     [
         (("run", "--ctx", "10", "--device", "host"), "max_ctx is 10"),
+        (("run", "--batch", "2", "--method", "round", "--device", "host"), "a round is of one sequence"),
         (("run", "--device", "tpu"), "it takes auto, cuda:N or host"),
         (("plan", "qwen3.5-9x", "--ctx", "8"), "qwen3.5-9b"),
         (("plan", "qwen3.5-9b", "--ctx", "-1"), "max_ctx is -1"),

@@ -1,0 +1,225 @@
+"""Steps of a model's trunk over a cache or a batch: fill the inputs, enqueue the operations, hash the outputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from memra_driver import ops
+from memra_driver.batch import CacheBatch
+from memra_driver.cache import Cache
+from memra_driver.layers import KvLayer, RecurLayer
+from memra_driver.plan import attend_part_bytes
+from memra_driver.session_inputs import Inputs, Weights
+from memra_driver.session_times import OpTimes
+
+Hashes = list[dict[int, str]]  # per sequence: position -> hash of every operation's output row
+Arrays = dict[str, Any]
+
+INPUTS = {"append.k", "append.v", "attend.q", "x", "alpha", "beta_raw"}
+OUTPUTS = ("conv_out", "q", "k", "v", "g_log", "beta", "out", "attend.out")
+
+
+class Decoder:
+    """Runs steps of the trunk over one cache, or over a batch of them with as many `inputs`.
+
+    fixed: every layer has buffers of its own, so that a step can be recorded as a graph and run again on other
+    inputs; otherwise layers share them.
+    """
+
+    def __init__(
+        self, e: Any, target: Cache | CacheBatch, inputs: Sequence[Inputs], weights: Weights, times: OpTimes, *,
+        attend: bool, fixed: bool = False,
+    ) -> None:  # fmt: skip
+        self.e, self.target, self.inputs, self.weights, self.times = e, target, inputs, weights, times
+        self.attend, self.fixed = attend, fixed
+        self.layers = range(target.cfg.n_trunk)
+        self._buffers: dict[tuple[int, str], Any] = {}
+
+    def step(self, rows: int, *, advance: bool = True) -> Hashes:
+        """One step of `rows` tokens at pos, layer after layer."""
+        hashes = self._hashes(rows)
+        for il in self.layers:
+            arrays = self._arrays(il, rows)
+            self._fill(il, arrays, rows)
+            self._enqueue(il, arrays, rows)
+            self._collect(arrays, rows, hashes)
+        if advance:
+            self.target.advance(self.e, rows)
+        return self._digests(hashes)
+
+    def reserve(self, rows: int) -> None:
+        """Allocates what a step of `rows` needs, since a capture allocates nothing."""
+        for il in self.layers:
+            self._arrays(il, rows)
+            if self._kind(il) == "recurrent":
+                self.weights.of(il)
+            elif self.attend:
+                _, hv = self.target.cfg.head_dims(il)
+                n_bytes = attend_part_bytes(rows, self.target.cfg.heads(il), hv)
+                self.e.attend_scratch(len(self.target.members) * n_bytes)
+
+    def enqueue(self, rows: int) -> None:
+        """The operations of a step alone, for a capture."""
+        for il in self.layers:
+            self._enqueue(il, self._arrays(il, rows), rows)
+
+    def replay(self, graph: Any, rows: int, n_bytes: int) -> Hashes:
+        """One launch of a recorded step of `rows`, on the inputs of the tokens at pos."""
+        hashes = self._hashes(rows)
+        for il in self.layers:
+            self._fill(il, self._arrays(il, rows), rows)
+        with self.times.measure("graph launch", n_bytes):
+            graph.launch()
+        for il in self.layers:
+            self._collect(self._arrays(il, rows), rows, hashes)
+        return self._digests(hashes)
+
+    def cost(self, rows: int, *, in_round: bool) -> int:
+        """Bytes that a whole step must move."""
+        return sum(sum(self._costs(il, self._arrays(il, rows), rows, in_round=in_round).values()) for il in self.layers)
+
+    def close(self) -> None:
+        """Frees its buffers, and the tables of a batch; the caches stay."""
+        for each in self._buffers.values():
+            each.close()
+        if isinstance(self.target, CacheBatch):
+            self.target.close()
+
+    # One layer.
+
+    def _kind(self, il: int) -> str:
+        first = self.target.members[0]
+        if first.recur[il] is not None:
+            return "recurrent"
+        return "owner" if first.kv[il] is not None else "borrower"
+
+    def _kv(self, il: int) -> KvLayer:
+        """The K/V that layer il reads."""
+        return self.target.members[0].kv_layer_for(il)
+
+    def _recur(self, il: int) -> RecurLayer:
+        layer = self.target.members[0].recur[il]
+        assert layer is not None
+        return layer
+
+    def _columns(self, il: int) -> dict[str, int]:
+        """What layer il takes and gives, with the elements of a row."""
+        if self._kind(il) == "recurrent":
+            state = self._recur(il)
+            gates, vector = state.num_v, state.num_v * state.state_size
+            of_scan = {"q": vector, "k": vector, "v": vector, "g_log": gates, "beta": gates, "out": vector}
+            of_conv = {"x": state.conv_dim, "alpha": gates, "beta_raw": gates, "conv_out": state.conv_dim}
+            return of_conv | of_scan
+        layer, columns = self._kv(il), {}
+        if self._kind(il) == "owner":
+            columns = {"append.k": layer.kv_dim_k, "append.v": layer.kv_dim_v}
+        if self.attend:
+            heads = self.target.cfg.heads(il)
+            columns |= {"attend.q": heads * layer.head_dim_k, "attend.out": heads * layer.head_dim_v}
+        return columns
+
+    def _arrays(self, il: int, rows: int) -> Arrays:
+        count = rows * len(self.target.members)
+        return {name: self._buffer(il, name, count * columns) for name, columns in self._columns(il).items()}
+
+    def _buffer(self, il: int, name: str, n: int) -> Any:
+        """n elements of a buffer that is kept; it grows."""
+        key = (il if self.fixed else -1, name)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.len < n:
+            if buffer is not None:
+                buffer.close()
+            buffer = self._buffers[key] = self.e.uninit(n)
+        return buffer.view(0, n)
+
+    def _fill(self, il: int, arrays: Arrays, rows: int) -> None:
+        for name, columns in self._columns(il).items():
+            if name in INPUTS:
+                blocks = [
+                    inputs.rows(il, name, columns, member.pos, rows)
+                    for inputs, member in zip(self.inputs, self.target.members, strict=True)
+                ]
+                arrays[name].copy_from(np.concatenate(blocks).reshape(-1))
+
+    def _enqueue(self, il: int, a: Arrays, rows: int) -> None:
+        e, target, measure = self.e, self.target, self.times.measure
+        cost = self._costs(il, a, rows, in_round=target.open_round is not None)
+        if self._kind(il) == "recurrent":
+            w = self.weights.of(il)
+            size = self._recur(il).state_size
+            operands = [a[name] for name in ("q", "k", "v", "g_log", "beta")]
+            with measure("conv_update", cost["conv_update"]):
+                ops.conv_update(e, target, il, a["x"], w["w"], a["conv_out"])
+            with measure("gdn_prep", cost["gdn_prep"]):
+                ops.gdn_prep(
+                    e, target, il, a["conv_out"], a["alpha"], a["beta_raw"], w["dt_bias"], w["a"], *operands,
+                    eps=target.cfg.rms_eps,
+                )  # fmt: skip
+            with measure("gdn_scan", cost["gdn_scan"]):
+                q, k, v, g_log, beta = operands
+                ops.gdn_scan(e, target, il, q, k, v, g_log, beta, a["out"], scale=size**-0.5)
+            return
+        if self._kind(il) == "owner":
+            with measure("append_kv", cost["append_kv"]):
+                ops.append_kv(e, target, il, a["append.k"], a["append.v"])
+        if self.attend:
+            scale = 1.0 if target.cfg.is_gemma else self._kv(il).head_dim_k ** -0.5
+            with measure("attend", cost["attend"]):
+                ops.attend(e, target, il, a["attend.q"], a["attend.out"], scale=scale)
+
+    def _costs(self, il: int, a: Arrays, rows: int, *, in_round: bool) -> dict[str, int]:
+        """Bytes that each operation of layer il must move; in a round it fills the tape as well."""
+        members = self.target.members
+        if self._kind(il) == "recurrent":
+            layer = self._recur(il)
+            x, vector, gate = a["x"].nbytes, a["q"].nbytes, a["beta"].nbytes
+            ring, state = layer.conv_state.nbytes * len(members), layer.ssm_state.nbytes * len(members)
+            tape = 3 * vector + 2 * gate if in_round else 0
+            return {
+                "conv_update": 2 * x + 4 * layer.conv_dim * layer.d_conv + (ring + x if in_round else 2 * ring),
+                "gdn_prep": x + 3 * vector + 4 * gate,
+                "gdn_scan": 2 * state + 4 * vector + 2 * gate + tape,
+            }
+        layer_kv, costs = self._kv(il), {}
+        token = layer_kv.k_tok_bytes + layer_kv.v_tok_bytes
+        if self._kind(il) == "owner":
+            costs["append_kv"] = a["append.k"].nbytes + a["append.v"].nbytes + len(members) * rows * token
+        if self.attend:
+            window = layer_kv.window
+            first = [max(0, member.pos - window + 1) if window else 0 for member in members]
+            keys = sum(member.pos + rows - begin for member, begin in zip(members, first, strict=True))
+            costs["attend"] = keys * token + a["attend.q"].nbytes + a["attend.out"].nbytes
+        return costs
+
+    # What came back.
+
+    def _hashes(self, rows: int) -> list[dict[int, Any]]:
+        return [{member.pos + t: hashlib.sha256() for t in range(rows)} for member in self.target.members]
+
+    def _collect(self, arrays: Arrays, rows: int, hashes: list[dict[int, Any]]) -> None:
+        """Adds the output rows of one layer."""
+        for name in OUTPUTS:
+            if name in arrays:
+                blocks = arrays[name].to_numpy().reshape(len(hashes), rows, -1)
+                for block, of_sequence in zip(blocks, hashes, strict=True):
+                    for row, sha in zip(block, of_sequence.values(), strict=True):
+                        sha.update(row.tobytes())
+
+    @staticmethod
+    def _digests(hashes: list[dict[int, Any]]) -> Hashes:
+        return [{position: sha.hexdigest() for position, sha in each.items()} for each in hashes]
+
+
+def commit_bytes(cache: Cache, accepted: int, *, again: bool) -> int:
+    """Bytes that the commit of a round must move: rings, and where the scan runs again states and operands."""
+    total = 0
+    for layer in cache.recur[: cache.cfg.n_trunk] if accepted else ():
+        if layer is not None:
+            total += 2 * layer.conv_state.nbytes
+            vector = 4 * accepted * layer.num_v * layer.state_size
+            total += 2 * layer.ssm_state.nbytes + 3 * vector + 8 * accepted * layer.num_v if again else 0
+    return total
