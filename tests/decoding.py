@@ -17,6 +17,7 @@ from caches import POLICY, device_counters, rows_of
 from memra_driver import ops
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import ModelConfig, SsmConfig
+from memra_driver.formats import FormatPolicy
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
 
@@ -166,13 +167,13 @@ _moments: dict[tuple[str, str], dict[tuple[int, ...], Moment]] = {}
 class Oracle:
     """Decodes one token at a time, and remembers every state by the tokens that led to it."""
 
-    def __init__(self, e: Any, cfg: ModelConfig | None = None) -> None:
+    def __init__(self, e: Any, cfg: ModelConfig | None = None, policy: FormatPolicy = POLICY) -> None:
         cfg = hybrid() if cfg is None else cfg
         self.e = e
-        self.cache = Cache.new(e, cfg, MAX_CTX, policy=POLICY)
+        self.cache = Cache.new(e, cfg, MAX_CTX, policy=policy)
         self.lane = Lane(self.cache, 1)
         # Kinds of device differ in the last bits of expf.
-        self.moments = _moments.setdefault((type(e).__name__, repr(cfg)), {})
+        self.moments = _moments.setdefault((type(e).__name__, repr((cfg, policy))), {})
         self.stands: tuple[int, ...] | None = ()
         if () not in self.moments:
             self.moments[()] = self._keep({})
@@ -273,9 +274,11 @@ class Player:
         assert cache.digest() == self.oracle.at(self.tokens).digest
 
 
-def player_on(e: Any, cfg: Any = None, options: CacheOptions = OPTIONS) -> Player:
+def player_on(
+    e: Any, cfg: ModelConfig | None = None, options: CacheOptions = OPTIONS, policy: FormatPolicy = POLICY
+) -> Player:
     cfg = hybrid() if cfg is None else cfg
-    return Player(Cache.new(e, cfg, MAX_CTX, policy=POLICY, options=options), Oracle(e, cfg))
+    return Player(Cache.new(e, cfg, MAX_CTX, policy=policy, options=options), Oracle(e, cfg, policy))
 
 
 def draft(rows: int, accept: int) -> list[int]:

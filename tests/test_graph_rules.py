@@ -290,11 +290,11 @@ def test_what_a_launch_refuses_changes_nothing(player: Player) -> None:
     player.check()
     while len(player.tokens) < MAX_CTX - WIDTH + 1:
         player.step(TRUE)
-    refused(cache, [(CapacityError, "4 rows behind position 61; max_ctx is 64", a_round.launch)])
+    refused(cache, [(CapacityError, r"4 rows .*position 61; max_ctx is 64", a_round.launch)])
     for _ in range(3):
         launch(player, graph)
     player.check()
-    refused(cache, [(CapacityError, "1 rows behind position 64", graph.launch)])
+    refused(cache, [(CapacityError, r"1 rows .*position 64", graph.launch)])
     cache.kv[1].len = 65
     refused(cache, [(StateError, "len is 65", graph.launch)])
     cache.kv[1].len = 64
@@ -318,7 +318,7 @@ def test_unsettled_launches_are_checked_against_the_largest_position(player: Pla
         player.lane(WIDTH).fill((player.start, tokens))
         a_round.launch()
         player.tokens.append(TRUE)
-    refused(cache, [(CapacityError, "4 rows behind position 61", a_round.launch)])
+    refused(cache, [(CapacityError, r"4 rows .*position 61", a_round.launch)])
     cache.settle(e)
     player.check()
     player.lane(WIDTH).fill((player.start, tokens))

@@ -96,7 +96,7 @@ def test_what_a_round_refuses_changes_nothing(player: Player, make_dev: MakeDev)
         (ConfigError, "width 0", lambda: Round(cache, e, width=0)),
         (ConfigError, "width -1", lambda: Round(cache, e, width=-1)),
         (TypeError, "integer", lambda: Round(cache, e, width=2.5)),
-        (DeviceMismatch, "none of this cache's devices", lambda: enter(cache, other, 2)),
+        (DeviceMismatch, "is none of", lambda: enter(cache, other, 2)),
     ])  # fmt: skip
     player.run([TRUE])
     refused(cache, [(StateError, "a step of 1 rows is open", lambda: enter(cache, e, 2))])
@@ -122,7 +122,7 @@ def test_a_round_at_the_end_of_the_cache_fits_or_is_refused_whole(player: Player
     while len(player.tokens) < MAX_CTX - 2:
         player.step(TRUE, TRUE)
     with Round(cache, e, width=WIDTH) as r:
-        refused(cache, [(CapacityError, "need 65 tokens; max_ctx is 64", lambda: player.run(draft(3, 0)))])
+        refused(cache, [(CapacityError, "need 65.*max_ctx is 64", lambda: player.run(draft(3, 0)))])
         player.run(draft(2, 2))
         r.commit(2)
     player.tokens += [TRUE, TRUE]
