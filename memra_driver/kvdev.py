@@ -58,7 +58,7 @@ class KvDev(Protocol[S]):
         """Element 0 of an i32 slice, in place."""
 
 
-def _twin(name: str) -> Callable[..., None]:
+def twin_of(name: str) -> Callable[..., None]:
     """The NumPy twin of a kernel; all widths of attend have one."""
     if name.startswith("attend"):
         found = reference_attend.attend_combine if name == "attend_combine" else reference_attend.attend
@@ -305,7 +305,7 @@ class HostDev(_SliceDev):
             if kind.endswith("*") and value is not None:
                 value = HostMemory.array(value.ptr, value.len, value.dtype)
             values.append(value)
-        _twin(name)(*values)
+        twin_of(name)(*values)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         """Copies between host addresses."""

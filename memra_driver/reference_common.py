@@ -74,7 +74,11 @@ def batched(split: tuple[str, ...], **sizes: Callable[[dict[str, Any]], int]) ->
                     size = {"pos_d": 1, "health": HEALTH_BYTES}.get(field) or (
                         sizes[field](own) if field in sizes else 0
                     )
-                    array = HostMemory.array(address, size if address else 0, _DTYPES.get(field, np.float32))
+                    array: NDArray[Any] | None = HostMemory.array(
+                        address, size if address else 0, _DTYPES.get(field, np.float32)
+                    )
+                    if not address and field in ("pos_d", "health"):
+                        array = None  # these may be null in a single call too
                     for name in ("state_in", "state_out") if field == "ssm_state" else (field,):
                         if name in names and field in ("pos_d", "health", *sizes):
                             own[name] = array

@@ -15,6 +15,7 @@ Names = tuple[str, str]  # the formats of K and V
 Dims = tuple[int, int]
 Span = tuple[int, int, int]  # rows, first slot, capacity
 LAYER, SLOT = 5, 11  # of every launch that takes them
+ALONE: dict[str, Any] = {"seqs": None, "n_seqs": 1}  # no batch
 
 
 def poisoned(size: int, dtype: Any = np.float32) -> Array:
@@ -85,7 +86,7 @@ def append_args(
         "v": poisoned(max_ctx * v_tok_bytes + 8, np.uint8), "len_d": np.zeros(1, np.int32), "pos_d": None,
         "slot": slot, "rows": k_rows.size // dims[0], "len": -1, "max_ctx": max_ctx,
         "kv_dim_k": dims[0], "kv_dim_v": dims[1], "k_tok_bytes": k_tok_bytes, "v_tok_bytes": v_tok_bytes,
-        "k_format": k_format.code, "v_format": v_format.code, "health": record(), "layer": 3,
+        "k_format": k_format.code, "v_format": v_format.code, **ALONE, "health": record(), "layer": 3,
     }  # fmt: skip
     assert other.keys() <= args.keys()
     return args | other
@@ -108,8 +109,8 @@ def dequant_args(
 def conv_args(rng: np.random.Generator, rows: int, conv_dim: int, d_conv: int) -> dict[str, Any]:
     return {
         "x": normal(rng, rows, conv_dim), "w": normal(rng, conv_dim, d_conv),
-        "conv_state": normal(rng, conv_dim, d_conv - 1), "out": poisoned(rows * conv_dim), "pos_d": None, "slot": SLOT,
-        "rows": rows, "conv_dim": conv_dim, "d_conv": d_conv, "health": record(), "layer": LAYER,
+        "conv_state": normal(rng, conv_dim, d_conv - 1), "out": poisoned(rows * conv_dim), "tape": None, "pos_d": None,
+        "slot": SLOT, "rows": rows, "conv_dim": conv_dim, "d_conv": d_conv, **ALONE, "health": record(), "layer": LAYER,
     }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def prep_args(rng: np.random.Generator, rows: int, num_k: int, num_v: int, state
         "beta_raw": 5 * normal(rng, gates), "dt_bias": normal(rng, num_v), "a": -np.exp(normal(rng, num_v)),
         "q": poisoned(values), "k": poisoned(values), "v": poisoned(values), "g_log": poisoned(gates),
         "beta": poisoned(gates), "pos_d": None, "slot": SLOT, "rows": rows, "num_k": num_k, "num_v": num_v,
-        "state_size": state_size, "eps": 1e-6, "health": record(), "layer": LAYER,
+        "state_size": state_size, "eps": 1e-6, **ALONE, "health": record(), "layer": LAYER,
     }  # fmt: skip
 
 
@@ -138,8 +139,27 @@ def scan_args(rng: np.random.Generator, rows: int, num_v: int, state_size: int) 
     return unit | {
         "v": normal(rng, values), "g_log": -np.abs(normal(rng, rows, num_v)),
         "beta": rng.random(rows * num_v, np.float32), "state_in": normal(rng, state), "state_out": poisoned(state),
-        "out": poisoned(values), "pos_d": None, "slot": SLOT, "rows": rows, "num_v": num_v, "state_size": state_size,
-        "scale": state_size**-0.5, "health": record(), "layer": LAYER,
+        "out": poisoned(values), "tape": None, "accept_d": None, "rows": rows, "num_v": num_v, "state_size": state_size,
+        "scale": state_size**-0.5, **ALONE, "health": record(), "layer": LAYER,
+    }  # fmt: skip
+
+
+def counter_args(rng: np.random.Generator, pos: int, accept: int, rows: int, **other: Any) -> dict[str, Any]:
+    """commit_counters for a random mask."""
+    low, high = rng.integers(-(2**63), 2**63, 2).tolist()
+    return {
+        "counters": rng.integers(-9, 9, 128).astype(np.int32), "pos_d": np.array([pos], np.int32), "accept_d": None,
+        "accept": accept, "rows": rows, "mask_lo": low, "mask_hi": high, "move_pos": 1, "health": record(),
+        "layer": LAYER,
+    } | other  # fmt: skip
+
+
+def rows_args(rng: np.random.Generator, rows: int, columns: int, src_stride: int, dst_stride: int) -> dict[str, Any]:
+    """copy_rows between arrays that end with the last column of the last row."""
+    src, dst = ((rows - 1) * stride + columns for stride in (src_stride, dst_stride))
+    return {
+        "src": normal(rng, src), "dst": poisoned(dst), "src_stride": src_stride, "dst_stride": dst_stride,
+        "rows": rows, "columns": columns, "health": None, "layer": LAYER,
     }  # fmt: skip
 
 
@@ -147,4 +167,5 @@ def row_of(args: dict[str, Any], row: int, *names: str) -> dict[str, Any]:
     """The arguments of a launch for that row alone; the named arrays are token-major."""
     rows = args["rows"]
     parts = {name: args[name].reshape(rows, -1)[row].copy() for name in names}
-    return args | parts | {"rows": 1, "slot": args["slot"] + row}
+    slot = {"slot": args["slot"] + row} if "slot" in args else {}
+    return args | parts | slot | {"rows": 1}

@@ -9,6 +9,7 @@ import numpy as np
 from checks import close, worst
 
 from memra_driver.kernels import KERNELS
+from memra_driver.layout import SeqC
 from memra_driver.memory import CudaSlice
 
 
@@ -32,6 +33,52 @@ def run(dev: Any, kernel: str, **args: Any) -> SimpleNamespace:
     for made in slices.values():
         made.close()
     return after
+
+
+# What one sequence of a batch has for itself: by its row of the table, and as a block of an array of all.
+OWN = {
+    "append_kv": (("k", "v", "len_d", "pos_d", "health"), ("k_rows", "v_rows")),
+    "conv_update": (("conv_state", "pos_d", "health"), ("x", "out")),
+    "gdn_prep": (("pos_d", "health"), ("conv_out", "alpha", "beta_raw", "q", "k", "v", "g_log", "beta")),
+    "gdn_scan": (("ssm_state",), ("q", "k", "v", "g_log", "beta", "out")),
+    "attend_combine": (("pos_d", "health"), ("part", "out")),
+}
+ATTEND_OWN = (("k", "v", "pos_d", "health"), ("q", "part"))
+
+
+def run_batch(dev: Any, kernel: str, sequences: list[dict[str, Any]]) -> list[SimpleNamespace]:
+    """One launch for sequences whose single launches have these arguments; what `run` would return for each.
+
+    gdn_scan works in place: its state is `state_in`, and comes back as `state_out`.
+    """
+    own, split = OWN.get(kernel, ATTEND_OWN)
+    table = np.zeros((len(sequences), len(SeqC._fields_)), np.uint64)
+    columns = {name: i for i, (name, _) in enumerate(SeqC._fields_)}
+    slices: list[dict[str, CudaSlice]] = []
+    for row, args in zip(table, sequences, strict=True):
+        arrays = {name: args["state_in" if name == "ssm_state" else name] for name in own}
+        slices.append({name: CudaSlice(dev.memory, x.size, x.dtype) for name, x in arrays.items() if x is not None})
+        for name, each in slices[-1].items():
+            each.copy_from(arrays[name].reshape(-1))
+            row[columns[name]] = each.ptr
+        row[columns["max_ctx"]] = args.get("max_ctx", 0)
+    replaced = {"ssm_state": ("state_in", "state_out")}
+    absent = {name: None for field in own for name in replaced.get(field, (field,))}
+    joined = {
+        name: None if sequences[0][name] is None else np.concatenate([args[name].reshape(-1) for args in sequences])
+        for name in split
+    }
+    unused = {name: -(2**40) for name in ("slot", "max_ctx") if name in sequences[0]}  # the table's are used
+    shared = {"seqs": table.reshape(-1), "n_seqs": len(sequences)}
+    after = run(dev, kernel, **(sequences[0] | absent | joined | unused | shared))
+    results = []
+    for i, (args, held) in enumerate(zip(sequences, slices, strict=True)):
+        one = {"state_out" if name == "ssm_state" else name: each.to_numpy() for name, each in held.items()}
+        one |= {name: np.split(getattr(after, name), len(sequences))[i] for name in split if args[name] is not None}
+        results.append(SimpleNamespace(**one))
+        for each in held.values():
+            each.close()
+    return results
 
 
 def same(a: SimpleNamespace, b: SimpleNamespace, *, nearly: tuple[str, ...] = ()) -> None:

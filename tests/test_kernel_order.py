@@ -7,11 +7,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_args import append_args, cache_bytes, conv_args, dequant_args, prep_args, rebuild_args, scan_args, spread
+from attend_runs import attend_args, combine_args, scratch
+from kernel_args import (
+    append_args,
+    cache_bytes,
+    conv_args,
+    counter_args,
+    dequant_args,
+    prep_args,
+    rebuild_args,
+    rows_args,
+    scan_args,
+    spread,
+)
 from kernel_runs import run
 from standin import StandIn
 
-from memra_driver.kernels import KERNELS
+from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
 
 FORMATS = ("q8_0", "q5_1")
 
@@ -25,6 +37,15 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
     prep = prep_args(rng, 5, 2, 6, 64)
     prep["conv_out"][rng.integers(0, prep["conv_out"].size, 9)] = np.nan
     scan = scan_args(rng, 3, 4, 64)
+    attends = {}
+    for name in ATTEND_COLUMNS:
+        width = int(name.split("_")[1])
+        attends[name] = attend_args(rng, 3, 63, heads=(6, 2), dims=(64, width), formats=("q8_0", "fp8"), window=40)
+        attends[name]["q"][rng.integers(0, attends[name]["q"].size, 3)] = np.nan
+        attends[name]["v"][rng.integers(0, attends[name]["v"].size, 9)] = 0x7F
+    sums = scratch(3, 6, 64)
+    sums[:] = rng.standard_normal(sums.size)
+    combine = combine_args(attends["attend_64"], SimpleNamespace(part=sums))
     return {
         "append_kv": append_args(FORMATS, (96, 96), x, x.copy(), 3, 30),
         "dequant_kv": dequant_args(FORMATS, (96, 96), cache_bytes(rng, FORMATS, (96, 96), 30), 3, 20, 30, 0),
@@ -36,10 +57,14 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
             "counters": np.zeros(128, np.int32), "a": 1, "b": 2, "a_lo": 0x0F0F, "a_hi": -1, "b_lo": 0x00FF, "b_hi": 0,
             "health": None, "layer": 0,
         },
+        "commit_counters": counter_args(rng, pos=7, accept=2, rows=3),
+        "copy_rows": rows_args(rng, 5, 1100, 1200, 1300),
+        "attend_combine": combine,
+        **attends,
     }  # fmt: skip
 
 
-KERNELS_WITH_ARRAYS = sorted(KERNELS.keys() - {"copy_many"})  # whose table holds addresses
+KERNELS_WITH_ARRAYS = sorted(KERNELS.keys() - {"copy_many", "advance_batch"})  # whose tables hold addresses
 
 
 def bytes_of(after: SimpleNamespace) -> dict[str, bytes]:

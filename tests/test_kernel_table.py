@@ -9,10 +9,13 @@ from functools import cache
 
 import pytest
 
-from memra_driver import nvrtc, reference
-from memra_driver.kernels import CONV_ROWS, KERNELS, Kernel
+from memra_driver import kernels, nvrtc
+from memra_driver.kernels import CONV_ROWS, KERNELS, Kernel, attend_shared_bytes
+from memra_driver.kvdev import twin_of
+from memra_driver.reference_attend import FOLD
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+SLOW = {"attend.cu": ("sm_80", "sm_90", "sm_120")}  # takes long to compile; the oldest, the newest, and where it runs
 SOURCES = sorted({kernel.source for kernel in KERNELS.values()})
 PTX_KIND = {"int": "u32", "long long": "u64", "float": "f32"}
 
@@ -28,6 +31,26 @@ def text_of(source: str) -> str:
 
 
 @cache
+def expanded(source: str) -> str:
+    """A CUDA text whose macros that define kernels, and whose number of threads, are written out."""
+    text = text_of(source)
+    for name, parameters, body in re.findall(r"^#define (\w+)\(([^)]*)\)((?:.*\\\n)+.*\n)", text, re.MULTILINE):
+        if "__global__" not in body:
+            continue
+        text = text.replace(f"#define {name}({parameters}){body}", "")
+        lines = re.sub(r"\s*\\\n", "\n", body)
+        for call in re.findall(rf"^{name}\([^)]*\)$", text, re.MULTILINE):
+            one = lines
+            values = call[len(name) + 1 : -1].split(", ")
+            for parameter, value in zip(parameters.split(", "), values, strict=True):
+                one = re.sub(rf"\b{parameter}\b", value, one)
+            text = text.replace(call, re.sub(r"^\s+MEMRA_EXPORT", "MEMRA_EXPORT", one, flags=re.MULTILINE))
+    threads = re.search(r"#define THREADS (\d+)", text_of("attend.cuh"))
+    assert threads
+    return text.replace("__launch_bounds__(THREADS)", f"__launch_bounds__({threads[1]})")
+
+
+@cache
 def ptx_of(source: str) -> str:
     return nvrtc.compile_ptx(source, "sm_90")
 
@@ -35,13 +58,14 @@ def ptx_of(source: str) -> str:
 def declarations(source: str) -> dict[str, str]:
     """Name -> parameter list, as written, of every kernel of a CUDA text."""
     found = re.findall(
-        r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', text_of(source)
+        r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', expanded(source)
     )
     return {name: " ".join(params.split()) for name, params in found}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("source", nvrtc.sources())
+@pytest.mark.parametrize(
+    ("source", "arch"), [(source, arch) for source in nvrtc.sources() for arch in SLOW.get(source, ARCHS)]
+)
 def test_every_source_compiles_for_every_architecture(source: str, arch: str) -> None:
     assert nvrtc.compile_cubin(source, arch)[:4] == b"\x7fELF"
 
@@ -51,10 +75,9 @@ def test_the_texts_define_the_kernels_of_the_table_and_no_others() -> None:
     defined = {(name, source) for source in SOURCES for name in declarations(source)}
     assert defined == {(kernel.name, kernel.source) for kernel in KERNELS.values()}
     for source in SOURCES:
-        assert text_of(source).count("__global__") == len(declarations(source))
-        assert sorted(re.findall(r"^MEMRA_EXPORT\((\w+)\)$", text_of(source), re.MULTILINE)) == sorted(
-            declarations(source)
-        )
+        text = expanded(source)
+        assert text.count("__global__") == len(declarations(source))
+        assert sorted(re.findall(r"^MEMRA_EXPORT\((\w+)\)$", text, re.MULTILINE)) == sorted(declarations(source))
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -73,21 +96,50 @@ def test_the_parameters_in_the_ptx_are_those_of_the_table(kernel: Kernel) -> Non
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_the_twin_has_the_name_and_the_parameters_of_the_kernel(kernel: Kernel) -> None:
-    twin = getattr(reference, kernel.name)
+    twin = twin_of(kernel.name)
     assert list(inspect.signature(twin).parameters) == [name for _, name in kernel.params]
+    is_attend = re.fullmatch(r"attend_\d+(_wide)?", kernel.name)  # all widths have one twin
+    assert twin.__name__ == ("attend" if is_attend else kernel.name)
 
 
 def test_the_table_and_the_text_agree_on_the_rows_that_a_thread_of_conv_walks() -> None:
     assert f"#define ROWS {CONV_ROWS} " in text_of("conv.cu")
 
 
+def test_the_table_the_twin_and_the_text_agree_on_the_order_of_attention() -> None:
+    numbers = dict(re.findall(r"#define (\w+) (\d+)", text_of("attend.cuh")))
+    for name in ("TILE", "GROUPS", "PAD"):
+        assert int(numbers[name]) == getattr(kernels, f"ATTEND_{name}")
+    assert int(numbers["FOLD"]) == FOLD
+    assert int(numbers["FOLD"]) * int(numbers["FOLDS"]) == int(numbers["GROUPS"])
+
+
+def test_every_entry_of_attend_has_the_width_and_the_columns_of_its_name() -> None:
+    entries = re.findall(r"^ATTEND\(attend_(\d+)(_wide)?, (\d+), (\d+)\)$", text_of("attend.cu"), re.MULTILINE)
+    assert len(entries) == len(kernels.ATTEND_COLUMNS)
+    for width, wide, tiles, columns in entries:
+        assert int(width) == 64 * int(tiles)
+        assert kernels.ATTEND_COLUMNS[f"attend_{width}{wide}"] == 8 * int(columns)
+
+
+@pytest.mark.parametrize("head_dim_v", kernels.ATTEND_WIDTHS)
+@pytest.mark.parametrize("head_dim_k", [64, 96, 128, 192, 256, 512])
+def test_every_pair_of_head_dims_has_an_entry_that_fits_into_shared_memory(head_dim_k: int, head_dim_v: int) -> None:
+    for columns in (1, 8, 9, 256):
+        name = kernels.attend_kernel(head_dim_k, head_dim_v, columns)
+        assert attend_shared_bytes(kernels.ATTEND_COLUMNS[name], head_dim_k, head_dim_v) <= kernels.ATTEND_SHARED_BYTES
+        assert columns > 8 or not name.endswith("_wide")
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> None:
     arguments = {name: 1 for _, name in kernel.params}
     arguments |= {"rows": 100_000, "kv_dim_k": 1024, "kv_dim_v": 1024, "conv_dim": 8192, "num_v": 32, "n": 200}
-    arguments |= {"state_size": 128}
+    arguments |= {"state_size": 128, "n_head": 64, "n_head_kv": 4, "head_dim_k": 64, "head_dim_v": 512, "columns": 8192}
+    if "window" in arguments:
+        arguments["rows"] = 4096  # a launch of attend has a block per 8 columns and group, so not that many rows
     grid, block, _shared = kernel.shape(arguments)
-    bound = re.search(rf"__launch_bounds__\((\d+)\) {kernel.name}\(", text_of(kernel.source))
+    bound = re.search(rf"__launch_bounds__\((\d+)\) {kernel.name}\(", expanded(kernel.source))
     assert bound
     assert block[0] * block[1] * block[2] == int(bound[1])
     assert 0 < grid[0] < 2**31
@@ -95,7 +147,9 @@ def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> No
 
 
 def test_no_source_uses_a_header_of_cuda_or_a_type_that_differs_between_systems() -> None:
-    for source in (*SOURCES, "device.cuh", "memra_formats.h", "memra_driver.h"):
+    headers = sorted(path.name for kind in ("*.cuh", "*.h") for path in nvrtc.source_dir().glob(kind))
+    assert {"attend.cuh", "device.cuh", "mma.cuh", "memra_formats.h", "memra_driver.h"} <= set(headers)
+    for source in (*SOURCES, *headers):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text_of(source), flags=re.DOTALL)
         assert not re.search(r"(?<!long )\blong\b(?! long)", text), source
         assert set(re.findall(r"#include <(\w+\.h)>", text)) <= {"stdint.h", "stddef.h"}, source

@@ -267,7 +267,7 @@ def test_offsets_beyond_four_gigabytes_are_reached(cuda: Any, rng: np.random.Gen
     outs = [CudaSlice(cuda.memory, 1024) for _ in range(2)]
     rows.copy_from(x)
     geometry = (*dims, 1024, 1024, 3, 3)
-    cuda.launch("append_kv", rows, rows, *planes, len_d, None, tokens - 1, 1, 0, tokens, *geometry, None, 0)
+    cuda.launch("append_kv", rows, rows, *planes, len_d, None, tokens - 1, 1, 0, tokens, *geometry, None, 1, None, 0)
     cuda.launch("dequant_kv", *planes, tokens - 1, 1, tokens, *geometry, *outs, 0, None, 0)
     expected = FORMATS["fp8"].decode(FORMATS["fp8"].encode(x))
     for out in outs:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checks import close, faults, record, worst
-from kernel_args import LAYER, SLOT, conv_args, poisoned, prep_args, rebuild_args, row_of, scan_args
+from kernel_args import ALONE, LAYER, SLOT, conv_args, poisoned, prep_args, rebuild_args, row_of, scan_args
 from kernel_runs import run, same
 from vectors_data import Case, cases, name_of
 
@@ -83,7 +83,8 @@ def test_silu_holds_at_both_ends(cuda: Any, host: Any) -> None:
     x = np.array([0, -0.0, 1, -1, 80, -80, 89, -89, 200, -200, 3e38, -3e38, 1e-40], np.float32)
     args = {
         "x": x, "w": np.ones(x.size, np.float32), "conv_state": np.empty(0, np.float32), "out": poisoned(x.size),
-        "pos_d": None, "slot": 0, "rows": 1, "conv_dim": x.size, "d_conv": 1, "health": record(), "layer": 0,
+        "tape": None, "pos_d": None, "slot": 0, "rows": 1, "conv_dim": x.size, "d_conv": 1, **ALONE, "health": record(),
+        "layer": 0,
     }  # fmt: skip
     a, b = run(cuda, "conv_update", **args).out, run(host, "conv_update", **args).out
     for one, other in zip(a, b, strict=True):
@@ -130,8 +131,9 @@ def test_an_accept_count_outside_the_rows_leaves_the_ring_and_is_reported(
 @pytest.mark.parametrize("case", cases("conv_update"), ids=name_of)
 def test_rings_equal_the_vectors_and_outputs_agree(cuda: Any, case: Case) -> None:
     args = {
-        "x": case["x"], "w": case["w"], "conv_state": case["state0"], "out": poisoned(case["out"].size), "pos_d": None,
-        "slot": 0, "rows": case.rows, "conv_dim": case.conv_dim, "d_conv": case.d_conv, "health": None, "layer": 0,
+        "x": case["x"], "w": case["w"], "conv_state": case["state0"], "out": poisoned(case["out"].size), "tape": None,
+        "pos_d": None, "slot": 0, "rows": case.rows, "conv_dim": case.conv_dim, "d_conv": case.d_conv, **ALONE,
+        "health": None, "layer": 0,
     }  # fmt: skip
     got = run(cuda, "conv_update", **args)
     assert got.conv_state.tobytes() == case["states"].reshape(case.rows, -1)[-1].tobytes()

@@ -60,7 +60,7 @@ def test_a_row_lies_at_its_token_times_the_token_bytes_on_both_sides_of_2_31(
     geometry = (dim, dim, k_tok, v_tok, k_format.code, v_format.code)
     dev.launch(
         "append_kv", put(dev, k_rows), put(dev, v_rows), *planes, len_d, None, token, rows, -1, max_ctx, *geometry,
-        health, 0,
+        None, 1, health, 0,
     )  # fmt: skip
     for each, tok, form, x in zip(real, (k_tok, v_tok), (k_format, v_format), (k_rows, v_rows), strict=True):
         stored = each.to_numpy()
@@ -90,6 +90,7 @@ def test_more_rows_than_a_grid_axis_of_65535_go_in_one_call(make_dev: MakeDev) -
     for name, kernel in KERNELS.items():
         arguments = dict.fromkeys((parameter for _, parameter in kernel.params), 0) | {
             "rows": rows, "kv_dim_k": 32, "kv_dim_v": 32, "conv_dim": 128, "num_v": 2, "state_size": 32, "n": 1,
+            "n_seqs": 1, "columns": 64, "n_head": 4, "n_head_kv": 2, "head_dim_k": 64, "head_dim_v": 64,
         }  # fmt: skip
         grid, block, _ = kernel.shape(arguments)
         assert grid[1:] == (1, 1), name

@@ -34,7 +34,7 @@ class Layer:
     def append(self, k_rows: Array, v_rows: Array, slot: int, rows: int, length: int = -1, pos_d: Any = None) -> None:
         reference.append_kv(
             k_rows, v_rows, self.k, self.v, self.len_d, pos_d, slot, rows, length, self.max_ctx, *self.geometry(),
-            self.health, 3,
+            None, 1, self.health, 3,
         )  # fmt: skip
 
     def dequant(self, start: int, rows: int, bf16: bool = False) -> tuple[Array, Array]:

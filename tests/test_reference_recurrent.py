@@ -17,7 +17,7 @@ from memra_driver.health import Fault, FaultCount
 
 def convolve(x: Array, w: Array, ring: Array, rows: int, d_conv: int, health: Any = None, slot: int = 0) -> Array:
     out = np.empty_like(x[: rows * (x.size // max(rows, 1))])
-    reference.conv_update(x, w, ring, out, None, slot, rows, w.size // d_conv, d_conv, health, 2)
+    reference.conv_update(x, w, ring, out, None, None, slot, rows, w.size // d_conv, d_conv, None, 1, health, 2)
     return out
 
 
@@ -103,7 +103,7 @@ def prepare(
     """q, k, v, g_log, beta."""
     sizes = [num_v * state_size] * 3 + [num_v] * 2
     outs = [np.zeros(rows * size, np.float32) for size in sizes]
-    reference.gdn_prep(*inputs, *outs, None, slot, rows, num_k, num_v, state_size, eps, health, 4)
+    reference.gdn_prep(*inputs, *outs, None, slot, rows, num_k, num_v, state_size, eps, None, 1, health, 4)
     return outs
 
 
@@ -114,7 +114,7 @@ def scan(
     out = np.zeros(rows * num_v * state_size, np.float32)
     before = state.copy()
     after = before if in_place else np.full_like(state, np.nan)
-    reference.gdn_scan(*operands, before, after, out, None, 0, rows, num_v, state_size, scale, None, 4)
+    reference.gdn_scan(*operands, before, after, out, None, None, rows, num_v, state_size, scale, None, 1, None, 4)
     assert in_place or same_bits(before, state)
     return out, after
 
@@ -199,7 +199,7 @@ def test_a_scan_whose_outputs_are_dropped_leaves_the_same_state() -> None:
     operands = prepare(random_inputs(3, 1, 2, 32), 3, 1, 2, 32, 1e-6)
     state = np.ones(2 * 32 * 32, np.float32)
     expected = scan(operands, state, 3, 2, 32, 0.5)[1]
-    reference.gdn_scan(*operands, state, state, None, None, 0, 3, 2, 32, 0.5, None, 0)
+    reference.gdn_scan(*operands, state, state, None, None, None, 3, 2, 32, 0.5, None, 1, None, 0)
     assert same_bits(state, expected)
 
 

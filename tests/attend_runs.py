@@ -1,0 +1,197 @@
+"""Attention as the kernels compute it, and as float64 does: arguments, launches, and an oracle that shares no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from checks import Array, record
+from kernel_args import ALONE, FORMAT_PAIRS, LAYER, Dims, Names
+from kernel_runs import run
+
+from memra_driver.formats import BLOCK, FORMATS
+from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, attend_kernel
+
+TOLERANCE = 2e-3  # of the largest magnitude of the output
+GROUP_ROUND = ATTEND_TILE * ATTEND_GROUPS  # keys until a group gets its second tile
+LONG: list[tuple[Names, Dims]] = [  # formats and head dims that long sequences are tried with
+    *((formats, (128, 128)) for formats in FORMAT_PAIRS),
+    *((("q8_0", "q5_1"), dims) for dims in ((64, 64), (192, 128), (256, 256), (512, 512))),
+]
+Heads = tuple[int, int]  # query heads, K/V heads
+Tamper = Callable[[Array, Array, Array], None]  # changes q (rows, n_head, dim), k and v (tokens, n_head_kv, dim)
+
+
+# Inputs that are hard on a running softmax.
+
+
+def plain(q: Array, k: Array, v: Array) -> None:
+    """Inputs of normal scale."""
+
+
+def dominating(q: Array, k: Array, v: Array) -> None:
+    k[len(k) // 2] *= 20
+
+
+def equal_keys(q: Array, k: Array, v: Array) -> None:
+    k[:] = k[0]
+
+
+def spiked_query(q: Array, k: Array, v: Array) -> None:
+    q[..., 3] = 100
+
+
+def growing(q: Array, k: Array, v: Array) -> None:
+    """Every tile has larger scores than those before it, of either sign."""
+    k *= np.linspace(0.1, 6, len(k), dtype=np.float32)[:, None, None]
+
+
+def shrinking(q: Array, k: Array, v: Array) -> None:
+    k *= np.linspace(6, 0.1, len(k), dtype=np.float32)[:, None, None]
+
+
+def climbing(q: Array, k: Array, v: Array) -> None:
+    """The newest key beats all before it, so that old sums are rescaled at every tile."""
+    k[:] = q[-1, 0] / 3 * np.linspace(-1, 1, len(k), dtype=np.float32)[:, None, None]
+
+
+def tiny_query(q: Array, k: Array, v: Array) -> None:
+    q *= np.float32(1e-30)
+
+
+def huge_query(q: Array, k: Array, v: Array) -> None:
+    q *= np.float32(1e6)
+
+
+def large_values(q: Array, k: Array, v: Array) -> None:
+    v *= np.float32(80)
+    v += np.float32(100)
+
+
+TAMPERS: tuple[Tamper, ...] = (
+    plain, dominating, equal_keys, spiked_query, growing, shrinking, climbing, tiny_query, huge_query, large_values,
+)  # fmt: skip
+
+
+# Arguments and launches.
+
+
+def attend_args(
+    rng: np.random.Generator,
+    rows: int,
+    pos: int,
+    *,
+    heads: Heads = (2, 1),
+    dims: Dims = (64, 64),
+    formats: Names = ("q8_0", "q5_1"),
+    window: int = 0,
+    tamper: Tamper = plain,
+    room: int = 0,
+) -> dict[str, Any]:
+    """Of one sequence; its planes end with the last row that is seen, or `room` tokens of 0xFF later."""
+    tokens, (n_head, n_head_kv) = pos + rows, heads
+    k_format, v_format = (FORMATS[name] for name in formats)
+    q = rng.standard_normal((rows, n_head, dims[0])).astype(np.float32)
+    k, v = (rng.standard_normal((tokens, n_head_kv, dim)).astype(np.float32) for dim in dims)
+    tamper(q, k, v)
+    planes = []
+    for x, fmt in ((k, k_format), (v, v_format)):
+        stored = fmt.encode(x.reshape(tokens, -1))
+        planes.append(np.concatenate([stored, np.full((room, stored.shape[1]), 0xFF, np.uint8)]))
+    return {
+        "q": q.reshape(-1), "k": planes[0].reshape(-1), "v": planes[1].reshape(-1), "pos_d": None, "slot": pos,
+        "rows": rows, "max_ctx": tokens + room, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim_k": dims[0],
+        "head_dim_v": dims[1], "k_tok_bytes": planes[0].shape[1], "v_tok_bytes": planes[1].shape[1],
+        "k_format": k_format.code, "v_format": v_format.code, "scale": dims[0] ** -0.5, "window": window,
+        "part": scratch(rows, n_head, dims[1]), **ALONE, "health": record(), "layer": LAYER,
+    }  # fmt: skip
+
+
+def scratch(rows: int, n_head: int, head_dim_v: int, fill: int = 0xFF) -> Array:
+    """Partial sums that nobody has written: every byte is `fill`, NaNs by default."""
+    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + 2) * 4, fill, np.uint8).view(np.float32)
+
+
+def entry_of(args: dict[str, Any]) -> str:
+    """The entry that an engine would launch."""
+    return attend_kernel(args["head_dim_k"], args["head_dim_v"], args["rows"] * (args["n_head"] // args["n_head_kv"]))
+
+
+COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "seqs", "n_seqs", "layer")
+
+
+def combine_args(args: dict[str, Any], after: SimpleNamespace) -> dict[str, Any]:
+    """Of the launch that follows attend."""
+    out = np.full(args["rows"] * args["n_head"] * args["head_dim_v"], np.nan, np.float32)
+    health = getattr(after, "health", None)
+    return {name: args[name] for name in COMBINED} | {"part": after.part, "out": out, "health": health}
+
+
+def attend(dev: Any, args: dict[str, Any], entry: str | None = None) -> SimpleNamespace:
+    """out (rows, n_head, head_dim_v) and health of attend and its combination."""
+    after = run(dev, entry or entry_of(args), **args)
+    combined = run(dev, "attend_combine", **combine_args(args, after))
+    shape = (args["rows"], args["n_head"], args["head_dim_v"])
+    return SimpleNamespace(out=combined.out.reshape(shape), health=combined.health)
+
+
+def row_alone(args: dict[str, Any], row: int) -> dict[str, Any]:
+    """The launch for that row only, on planes that hold all rows."""
+    q = args["q"].reshape(args["rows"], -1)[row].copy()
+    part = scratch(1, args["n_head"], args["head_dim_v"])
+    return args | {"q": q, "rows": 1, "slot": args["slot"] + row, "part": part}
+
+
+def bits(x: Array) -> Array:
+    """f32 as integers; every NaN is one number."""
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), np.ascontiguousarray(x).view(np.uint32))
+
+
+def assert_same_bits(got: Array, expected: Array) -> None:
+    apart = np.argwhere(bits(got) != bits(expected))
+    if apart.size:
+        at = tuple(apart[0])
+        raise AssertionError(f"{len(apart)} of {got.size} differ; at {at}: {got[at]!r}, not {expected[at]!r}")
+
+
+# The oracle.
+
+
+def planes_of(args: dict[str, Any]) -> list[Array]:
+    """K and V as float64 (tokens, n_head_kv, dim), every token of the planes."""
+    decoded = []
+    for name in "kv":
+        fmt = next(fmt for fmt in FORMATS.values() if fmt.code == args[f"{name}_format"])
+        dim = args[f"head_dim_{name}"]
+        tokens = args[name].reshape(-1, args[f"{name}_tok_bytes"])
+        used = tokens[:, : args["n_head_kv"] * dim // BLOCK * fmt.block_bytes]
+        decoded.append(fmt.decode(used).astype(np.float64).reshape(len(tokens), args["n_head_kv"], dim))
+    return decoded
+
+
+def oracle(args: dict[str, Any]) -> Array:
+    """Attention in float64 over the dequantised rows: (rows, n_head, head_dim_v)."""
+    k, v = planes_of(args)
+    rows, gqa, stop = args["rows"], args["n_head"] // args["n_head_kv"], args["slot"] + args["rows"]
+    q = args["q"].astype(np.float64).reshape(rows, args["n_head_kv"], gqa, args["head_dim_k"])
+    out = np.empty((rows, args["n_head_kv"], gqa, args["head_dim_v"]))
+    key, last = np.arange(stop), args["slot"] + np.arange(rows)[:, None]
+    seen = (key <= last) & (key > last - (args["window"] or stop))
+    for head in range(args["n_head_kv"]):
+        keys, values = np.ascontiguousarray(k[:stop, head]), np.ascontiguousarray(v[:stop, head])
+        score = q[:, head] @ keys.T * args["scale"]  # (rows, gqa, keys)
+        score[~np.broadcast_to(seen[:, None], score.shape)] = -np.inf
+        weight = np.exp(score - score.max(axis=2, keepdims=True))
+        out[:, head] = weight @ values / weight.sum(axis=2, keepdims=True)
+    return out.reshape(rows, args["n_head"], args["head_dim_v"])
+
+
+def assert_close(out: Array, args: dict[str, Any]) -> None:
+    """The output is within TOLERANCE of float64 attention."""
+    expected = oracle(args)
+    apart = np.abs(out - expected)
+    at = np.unravel_index(int(np.argmax(np.where(np.isnan(apart), np.inf, apart))), out.shape)
+    error = apart[at] / np.abs(expected).max()
+    assert error <= TOLERANCE, f"{error:.2e} of the largest magnitude at {at}: {out[at]!r}, not {expected[at]!r}"

@@ -1,0 +1,316 @@
+"""The laws of attention's order: what a row is worth depends on its position and on what it sees, on nothing else.
+
+All comparisons are of bits, on one device: the twin, the kernels as g++ compiled them, or with --gpu the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attend_runs import (
+    GROUP_ROUND,
+    LONG,
+    TAMPERS,
+    Heads,
+    Tamper,
+    assert_same_bits,
+    attend,
+    attend_args,
+    climbing,
+    combine_args,
+    entry_of,
+    growing,
+    planes_of,
+    row_alone,
+    scratch,
+    shrinking,
+)
+from checks import Array, faults, record
+from kernel_args import FORMAT_PAIRS, LAYER, Dims, Names, cache_bytes
+from kernel_runs import run, run_batch
+
+from memra_driver.health import Fault, FaultCount
+from memra_driver.kernels import ATTEND_COLUMNS, ATTEND_SHARED_BYTES, ATTEND_WIDTHS, attend_shared_bytes
+
+FORMATS = ("q8_0", "q5_1")
+
+
+def assert_rows_stand_alone(dev: Any, args: dict[str, Any], rows: Any = None) -> None:
+    together = attend(dev, args).out
+    for row in range(args["rows"]) if rows is None else rows:
+        assert_same_bits(attend(dev, row_alone(args, row)).out[0], together[row])
+
+
+# Rows together and alone
+
+
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("heads", [(4, 2), (5, 1)])
+def test_rows_together_give_the_bits_of_rows_alone(
+    dev: Any, rng: np.random.Generator, formats: Names, heads: Heads
+) -> None:
+    assert_rows_stand_alone(dev, attend_args(rng, 3, 62, heads=heads, formats=formats, tamper=growing))
+
+
+@pytest.mark.parametrize("pos", [0, 1, 61, 63, 64, 126, 128])
+@pytest.mark.parametrize("window", [0, 1, 2, 64, 65])
+def test_rows_may_stand_on_both_sides_of_an_edge(dev: Any, rng: np.random.Generator, pos: int, window: int) -> None:
+    assert_rows_stand_alone(dev, attend_args(rng, 4, pos, window=window, tamper=climbing))
+
+
+@pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
+def test_rows_stand_alone_whatever_the_scores(dev: Any, rng: np.random.Generator, tamper: Tamper) -> None:
+    assert_rows_stand_alone(dev, attend_args(rng, 3, 190, heads=(3, 1), tamper=tamper))
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (16, 1)])
+def test_rows_of_several_blocks_of_columns_stand_alone(dev: Any, rng: np.random.Generator, heads: Heads) -> None:
+    assert_rows_stand_alone(dev, attend_args(rng, 16, 55, heads=heads, window=40), rows=(0, 7, 8, 9, 15))
+
+
+@pytest.mark.parametrize("dims", [(96, 192), (128, 64), (256, 96), (64, 256), (512, 512), (192, 128)])
+def test_rows_stand_alone_at_every_width(dev: Any, rng: np.random.Generator, dims: Dims) -> None:
+    assert_rows_stand_alone(dev, attend_args(rng, 2, 63, heads=(2, 1), dims=dims, tamper=growing))
+
+
+@pytest.mark.parametrize(("pos", "window"), [(GROUP_ROUND - 2, 0), (GROUP_ROUND - 1, 8300), (2 * GROUP_ROUND - 1, 0)])
+def test_rows_stand_alone_where_groups_take_another_tile(
+    dev: Any, rng: np.random.Generator, pos: int, window: int
+) -> None:
+    args = attend_args(rng, 3, pos, heads=(1, 1), window=window, tamper=growing)
+    assert_rows_stand_alone(dev, args, rows=(0, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("formats", "dims"), LONG)
+@pytest.mark.parametrize(("pos", "window"), [(GROUP_ROUND - 5, 0), (3 * GROUP_ROUND + 60, 0), (20_000, 8500)])
+def test_rows_of_long_sequences_stand_alone(
+    cuda: Any, rng: np.random.Generator, formats: Names, dims: Dims, pos: int, window: int
+) -> None:
+    args = attend_args(rng, 16, pos, heads=(16, 2), dims=dims, formats=formats, window=window, tamper=growing)
+    assert_rows_stand_alone(cuda, args, rows=(0, 1, 4, 5, 15))
+
+
+# Entries, batches, slots
+
+
+@pytest.mark.parametrize("width", [width for width in ATTEND_WIDTHS if f"attend_{width}_wide" in ATTEND_COLUMNS])
+@pytest.mark.parametrize(("rows", "heads"), [(1, (1, 1)), (3, (3, 1)), (5, (14, 2))])
+def test_the_wide_entry_gives_the_bits_of_the_narrow_one(
+    dev: Any, rng: np.random.Generator, width: int, rows: int, heads: Heads
+) -> None:
+    args = attend_args(rng, rows, 62, heads=heads, dims=(64, width), tamper=growing)
+    assert attend_shared_bytes(32, 64, width) <= ATTEND_SHARED_BYTES
+    narrow = attend(dev, args, f"attend_{width}")
+    wide = attend(dev, args, f"attend_{width}_wide")
+    assert_same_bits(wide.out, narrow.out)
+    assert np.array_equal(wide.health, narrow.health)
+
+
+def test_a_wider_entry_than_needed_gives_the_same_bits(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 2, 62, heads=(3, 1), dims=(64, 64))
+    expected = attend(dev, args).out
+    for entry in ATTEND_COLUMNS:
+        assert_same_bits(attend(dev, args, entry).out, expected)
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize(("rows", "heads"), [(1, (2, 2)), (2, (6, 1))])
+def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(
+    dev: Any, rng: np.random.Generator, rows: int, heads: Heads, window: int
+) -> None:
+    sequences = [
+        attend_args(rng, rows, pos, heads=heads, window=window, room=room)
+        | {"pos_d": np.array([pos], np.int32), "slot": -7}
+        for pos, room in ((0, 0), (130, 2), (63, 9), (64, 0))
+    ]
+    sequences[1]["q"][5] = np.nan  # is reported by its own record
+    entry = entry_of(sequences[0])
+    parts = run_batch(dev, entry, sequences)
+    outs = run_batch(dev, "attend_combine", [combine_args(a, part) for a, part in zip(sequences, parts, strict=True)])
+    for args, out in zip(sequences, outs, strict=True):
+        alone = attend(dev, args)
+        assert_same_bits(out.out, alone.out.reshape(-1))
+        assert np.array_equal(out.health, alone.health)
+
+
+def test_the_device_slot_beats_the_argument(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 2, 64, room=50)
+    by_device = args | {"pos_d": np.array([64], np.int32), "slot": 3}
+    assert_same_bits(attend(dev, by_device).out, attend(dev, args).out)
+
+
+# What a row may not see
+
+
+def change_tokens(args: dict[str, Any], name: str, tokens: slice, fill: int | Array) -> dict[str, Any]:
+    plane = args[name].copy()
+    plane.reshape(-1, args[f"{name}_tok_bytes"])[tokens] = fill
+    return args | {name: plane}
+
+
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("pos", [5, 62])
+def test_bytes_at_and_beyond_the_rows_do_not_matter(
+    dev: Any, rng: np.random.Generator, formats: Names, pos: int
+) -> None:
+    args = attend_args(rng, 2, pos, formats=formats, room=70)
+    expected = attend(dev, args).out
+    assert np.isfinite(expected).all()
+    for fill in (0x00, 0x7F, 0x7C):
+        changed = args
+        for name in "kv":
+            changed = change_tokens(changed, name, slice(pos + 2, None), fill)
+        assert_same_bits(attend(dev, changed).out, expected)
+
+
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+def test_bytes_before_the_window_do_not_matter(dev: Any, rng: np.random.Generator, formats: Names) -> None:
+    args = attend_args(rng, 2, 140, formats=formats, window=9)
+    expected = attend(dev, args).out
+    for fill in (0x00, 0x7F, 0xFF):
+        changed = args
+        for name in "kv":
+            changed = change_tokens(changed, name, slice(0, 140 - 8), fill)
+        assert_same_bits(attend(dev, changed).out, expected)
+
+
+BAD_FILLS = {"q8_0": (0x7F, 0xFF), "q5_1": (0x7F, 0xFF), "q4_0": (0x7F, 0xFC), "fp8": (0x7F, 0xFF)}
+
+
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("plane", ["k", "v"])
+@pytest.mark.parametrize("heads", [(2, 1), (12, 1)])
+def test_a_bad_row_spoils_only_those_that_see_it(
+    dev: Any, rng: np.random.Generator, formats: Names, plane: str, heads: Heads
+) -> None:
+    """Row 2 of 4 stands for a key that is not finite: rows 0 and 1 keep their bits, rows 2 and 3 become NaN."""
+    args = attend_args(rng, 4, 30, heads=heads, formats=formats, tamper=growing)
+    expected = attend(dev, args).out
+    for fill in BAD_FILLS[formats["kv".index(plane)]]:
+        out = attend(dev, change_tokens(args, plane, slice(32, 33), fill)).out
+        assert_same_bits(out[:2], expected[:2])
+        assert np.isnan(out[2:]).all()
+
+
+@pytest.mark.parametrize("v_format", ["q5_1", "q4_0"])
+@pytest.mark.parametrize("heads", [(2, 1), (12, 1)])
+def test_an_infinite_value_reaches_only_rows_that_see_it(
+    dev: Any, rng: np.random.Generator, v_format: str, heads: Heads
+) -> None:
+    args = attend_args(rng, 4, 30, heads=heads, formats=("q8_0", v_format))
+    expected = attend(dev, args).out
+    infinite = args["v"].reshape(34, -1)[32].copy()
+    infinite[:2] = (0x00, 0x7C)  # d of the first block: elements are infinite, or NaN where their code is 0
+    out = attend(dev, change_tokens(args, "v", slice(32, 33), infinite)).out
+    assert_same_bits(out[:2], expected[:2])
+    assert not np.isfinite(out[2:, :, :32]).any()
+    assert np.isfinite(out[2:, :, 32:]).all()
+
+
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_a_bad_row_that_has_left_the_window_is_forgotten(
+    dev: Any, rng: np.random.Generator, formats: Names, plane: str
+) -> None:
+    """Window 3: rows 0 and 1 see key 60, rows 2 and 3 of the same launch do not."""
+    args = attend_args(rng, 4, 61, heads=(3, 1), formats=formats, window=3)
+    expected = attend(dev, args).out
+    out = attend(dev, change_tokens(args, plane, slice(60, 61), 0x7F)).out
+    assert np.isnan(out[:2]).all()
+    assert_same_bits(out[2:], expected[2:])
+
+
+@pytest.mark.parametrize("plane", ["k", "v"])
+@pytest.mark.parametrize("tamper", [growing, shrinking])
+@pytest.mark.parametrize("token", [0, 3, 70, 199])
+def test_a_nan_that_a_row_sees_reaches_it_however_little_it_weighs(
+    dev: Any, rng: np.random.Generator, plane: str, tamper: Tamper, token: int
+) -> None:
+    args = attend_args(rng, 1, 199, formats=("fp8", "fp8"), tamper=tamper)
+    args["q"] *= np.float32(40)  # old keys weigh less than an f32 holds
+    assert np.isnan(attend(dev, change_tokens(args, plane, slice(token, token + 1), 0x7F)).out).all()
+
+
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+def test_any_bytes_in_the_planes_leave_rows_alone_and_together_alike(
+    dev: Any, rng: np.random.Generator, formats: Names
+) -> None:
+    args = attend_args(rng, 3, 64, heads=(3, 1), formats=formats)
+    planes = cache_bytes(rng, formats, (64, 64), 67)
+    for window in (0, 4):
+        any_bytes = args | {"k": planes[0][:-8], "v": planes[1][:-8], "window": window}
+        assert_rows_stand_alone(dev, any_bytes)
+
+
+# Scratch, reports, refusals
+
+
+def test_a_window_of_all_keys_is_no_window(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 3, 64)
+    expected = attend(dev, args).out
+    for window in (67, 68, 2**31 - 1):
+        assert_same_bits(attend(dev, args | {"window": window}).out, expected)
+
+
+@pytest.mark.parametrize(("pos", "window"), [(0, 0), (64, 0), (200, 70), (GROUP_ROUND, 0), (GROUP_ROUND + 700, 100)])
+def test_scratch_that_nobody_wrote_never_reaches_the_output(
+    dev: Any, rng: np.random.Generator, pos: int, window: int
+) -> None:
+    args = attend_args(rng, 2, pos, heads=(1, 1), window=window)
+    expected = attend(dev, args).out
+    assert np.isfinite(expected).all()
+    for fill in (0x00, 0x7F):
+        assert_same_bits(attend(dev, args | {"part": scratch(2, 1, 64, fill)}).out, expected)
+
+
+@pytest.mark.parametrize(("pos", "window"), [(10, 0), (GROUP_ROUND + 64, 0), (GROUP_ROUND + 100, 300), (300, 20)])
+def test_a_query_that_is_not_finite_is_reported_once_a_head_and_row(
+    dev: Any, rng: np.random.Generator, pos: int, window: int
+) -> None:
+    args = attend_args(rng, 3, pos, heads=(4, 2), window=window)
+    q = args["q"].reshape(3, 4, 64)
+    q[1, 0, [3, 60]] = np.nan
+    q[1, 3, 9] = np.inf
+    q[2, 2, 0] = -np.inf
+    out = attend(dev, args)
+    assert faults(out.health) == {Fault.NONFINITE: FaultCount(3, LAYER, pos + 1)}
+    spoiled = {(row, head) for row, head in np.argwhere(np.isnan(out.out).all(axis=2)).tolist()}
+    assert spoiled == {(1, 0), (1, 3), (2, 2)}
+    assert np.isnan(out.out).sum() == 3 * 64
+
+
+def test_a_report_is_of_blocks_that_work_and_may_be_absent(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 9, 60, heads=(4, 1))
+    args["q"].reshape(9, 4, 64)[8, 1, 5] = np.nan  # a column of the second block
+    assert faults(attend(dev, args).health) == {Fault.NONFINITE: FaultCount(1, LAYER, 68)}
+    after = run(dev, entry_of(args), **args | {"health": None})
+    combined = run(dev, "attend_combine", **combine_args(args, after))
+    assert np.argwhere(np.isnan(combined.out.reshape(9, 4, 64)).all(axis=2)).tolist() == [[8, 1]]
+
+
+@pytest.mark.parametrize(
+    ("slot", "by_device"),
+    [*((slot, by_device) for slot in (-1, 9, -(2**31), 2**31 - 1) for by_device in (False, True)), (2**40, False)],
+)
+def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(
+    dev: Any, rng: np.random.Generator, slot: int, by_device: bool
+) -> None:
+    args = attend_args(rng, 2, 8, heads=(4, 2)) | {"slot": slot, "health": record()}
+    if by_device:
+        args |= {"slot": 8, "pos_d": np.array([slot], np.int32)}
+    part = run(dev, entry_of(args), **args)
+    assert part.part.tobytes() == args["part"].tobytes()
+    combined = run(dev, "attend_combine", **combine_args(args, part))
+    assert np.isnan(combined.out).all()
+    assert faults(combined.health) == {Fault.SLOT_RANGE: FaultCount(1, LAYER, max(slot, 0))}
+
+
+def test_a_launch_changes_no_operand(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 2, 64, heads=(4, 2), room=1)
+    after = run(dev, entry_of(args), **args)
+    for name in ("q", "k", "v"):
+        assert getattr(after, name).tobytes() == args[name].tobytes()
+    assert all(np.isfinite(plane[:66]).all() for plane in planes_of(args))
