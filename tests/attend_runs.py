@@ -178,13 +178,13 @@ def oracle(args: dict[str, Any]) -> Array:
     q = args["q"].astype(np.float64).reshape(rows, args["n_head_kv"], gqa, args["head_dim_k"])
     out = np.empty((rows, args["n_head_kv"], gqa, args["head_dim_v"]))
     key, last = np.arange(stop), args["slot"] + np.arange(rows)[:, None]
-    seen = (key <= last) & (key > last - (args["window"] or stop))
+    seen = np.repeat((key <= last) & (key > last - (args["window"] or stop)), gqa, axis=0)
     for head in range(args["n_head_kv"]):
         keys, values = np.ascontiguousarray(k[:stop, head]), np.ascontiguousarray(v[:stop, head])
-        score = q[:, head] @ keys.T * args["scale"]  # (rows, gqa, keys)
-        score[~np.broadcast_to(seen[:, None], score.shape)] = -np.inf
-        weight = np.exp(score - score.max(axis=2, keepdims=True))
-        out[:, head] = weight @ values / weight.sum(axis=2, keepdims=True)
+        score = q[:, head].reshape(rows * gqa, -1) @ keys.T * args["scale"]
+        score[~seen] = -np.inf
+        weight = np.exp(score - score.max(axis=1, keepdims=True))
+        out[:, head] = (weight @ values / weight.sum(axis=1, keepdims=True)).reshape(rows, gqa, -1)
     return out.reshape(rows, args["n_head"], args["head_dim_v"])
 
 
