@@ -149,7 +149,7 @@ static __device__ void load_query(const Shared& s, const Work& work, const float
         most = memra_warp_max(most);
         // 2^13 / 2^exponent(most), within what an f32 holds.
         int exponent = (int)(__float_as_uint(most) >> 23 & 255u) - 127;
-        exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
+        exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
         const float up = __uint_as_float((unsigned)(127 + 13 - exponent) << 23);
         const float down = __uint_as_float((unsigned)(127 - 13 + exponent) << 23);
         for (int i = lane; i < dim; i += 32) {

@@ -32,7 +32,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
     if config.getoption("--gpu"):
+        _keep_context()
         config.pluginmanager.register(gpu_results.GpuResults())
+
+
+def _keep_context() -> None:
+    """Holds the primary context for the whole run: making it anew for every test would take most of the time."""
+    from memra_driver import driver
+    from memra_driver.errors import MemraError
+
+    try:
+        driver.init()
+        driver.device_primary_ctx_retain(driver.device_get(0))
+    except MemraError as error:
+        raise pytest.UsageError(f"--gpu: {error}") from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
