@@ -18,6 +18,7 @@ class CacheClock(CacheBeside):
     """How a cache moves, and how host and device agree on where it stands; `Cache` builds on it."""
 
     _counter_layers: list[list[int]]
+    _sure_pos = 0  # while unsettled: where the cache stood when the host last knew
 
     def advance(self, e: Any, n: int = 1) -> None:
         """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
@@ -79,12 +80,19 @@ class CacheClock(CacheBeside):
         self.drop_logits_above(pos)
         self.check_strict()
 
-    def unsettle(self) -> None:
-        """The devices know a count that the host does not: pos and len are now the most that they can be."""
+    def unsettle(self, since: int) -> None:
+        """The devices know a count that the host does not: pos is the most that it can be, and at least `since`."""
+        if self.state is not CacheState.UNSETTLED:
+            self._sure_pos = since
         self.set_state(CacheState.UNSETTLED)
         graph = self.recording
         if graph is not None:
             graph.move_of(self).unsettles = True
+
+    def drop_unsure_logits(self) -> None:
+        """Before tokens follow on a count that the host does not know: whether logits parked with it stand is lost."""
+        if self.state is CacheState.UNSETTLED:
+            self.drop_logits_above(self._sure_pos)
 
     def prepare_replay(self, e: Any) -> None:
         """Before a recorded graph is launched: stamps the counters, and brings each state to where it was born.
@@ -114,15 +122,19 @@ class CacheClock(CacheBeside):
         if launches < 0:
             raise ConfigError(f"{launches} launches")
         self.check_replayable("replayed", move.need + move.tokens * (launches - 1) if launches else 0)
-        if move.parks and launches:
-            last = self.pos + move.tokens * (launches - 1)
+        if not launches:
+            return
+        begin = self.pos
+        self.drop_unsure_logits()
+        if move.parks:
+            last = begin + move.tokens * (launches - 1)
             self.keep_logits(None if move.logits_at is None else last + move.logits_at)
         self.end_step(self.pos + move.tokens * launches)
-        for il in move.appended if launches else ():
+        for il in move.appended:
             layer = self.kv_layer(il)
             layer.len = max(layer.len, self.pos)
-        if move.unsettles and launches:
-            self.unsettle()
+        if move.unsettles:
+            self.unsettle(begin)
 
     def commit_actions(self, count: Any, accept: int, rows: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Ends a step on the devices: len_d of the layers of `lens`, and pos_d.

@@ -97,6 +97,7 @@ class Round:
         self._run(actions)
         for layer in swaps:
             layer.swap()
+        cache.drop_unsure_logits()
         self._finish(lens, end)
 
     def commit_from_device(self, accept_d: Any) -> None:
@@ -115,8 +116,10 @@ class Round:
         lens = {il: max(self._lens[il], end) for il in self._took_part()}
         actions += cache.commit_actions(count, 0, rows, lens, end)
         self._run(actions)
+        begin = cache.pos
+        cache.drop_unsure_logits()
         self._finish(lens, end)
-        cache.unsettle()
+        cache.unsettle(begin)
 
     def reject(self) -> None:
         """Nothing of the step stands: lengths return, and ring, state and pos never moved."""

@@ -367,3 +367,18 @@ def test_taps_are_written_in_rounds_on_either_clock(player: Player) -> None:
         player.tokens.append(TRUE)
     cache.settle(e)
     player.check()
+
+
+@pytest.mark.parametrize("accept", [0, 1, 2])
+def test_logits_whose_token_may_be_gone_do_not_come_back_with_later_tokens(player: Player, accept: int) -> None:
+    """The count stayed on the device; later rounds pass the length that the logits belong to, with other tokens."""
+    begin(player, 0)
+    with Round(player.cache, player.e, width=WIDTH) as r:
+        player.run(draft(2, accept))
+        park(player, 2.0)
+        r.commit_from_device(player.e.htod_i32([accept]))
+    player.tokens += [TRUE] * accept
+    play(player, 3, 3, "device")
+    player.cache.settle(player.e)
+    player.check()
+    assert parked(player) is None
