@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memra_driver.errors import ConfigError, MemraError
+from memra_driver.errors import ConfigError, DriverError, MemraError
 
 try:
     import typer
@@ -156,8 +156,49 @@ def _history(done: Outcome) -> list[dict[str, Any]]:
     ]
 
 
+@app.command()
+def check(
+    device: Device = "auto",
+    small: Annotated[bool, typer.Option("--small", help="Small shapes only, for a sanitizer.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    save: Annotated[Path, typer.Option(help="Where the first input that fails is written.")] = Path("check-failed.npz"),
+    replay: Annotated[Path | None, typer.Option(help="Run one saved input again instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Every kernel, every format and a list of shapes: whether this device leaves the right bytes."""
+    from memra_driver import check as checks
+    from memra_driver import nvrtc
+
+    done = []
+    try:
+        with _device(device, arena=False) as e:
+            where = _device_name(e)
+            found = iter([checks.replay(e, replay)]) if replay else checks.run(e, checks.cases(seed, small=small), save)
+            for each in found:
+                done.append(each)
+                if not as_json:
+                    print(each.line(), flush=True)
+    except DriverError:
+        if not any(each.fault for each in done):
+            raise  # else the check is the news, not that the device it broke cannot be closed
+    failed = [each for each in done if each.fault]
+    kept = str(replay or save) if failed else None
+    if as_json:
+        summary = {
+            "device": where, "kernel_sources": nvrtc.sources_hash(), "seed": seed, "small": small, "checks": len(done),
+            "failed": len(failed), "input": kept, "results": [each.as_json() for each in done],
+        }  # fmt: skip
+        print(json.dumps(summary, indent=2))
+    elif failed:
+        print(f"{len(failed)} of {len(done)} checks FAILED on {where}; memra-driver check --replay {kept}")
+    else:
+        print(f"ALL GREEN ({len(done)} checks)")
+    if failed:
+        raise typer.Exit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status: 0; 1 a round differed; 2 it could not be done."""
+    """Runs the command line and returns its exit status: 0; 1 a round or check differed; 2 it could not be done."""
     try:
         app(args=None if argv is None else list(argv), prog_name="memra-driver")
     except SystemExit as stop:
@@ -177,7 +218,7 @@ def _model(name: str) -> ModelConfig:
 
 
 @contextmanager
-def _device(name: str) -> Iterator[Any]:
+def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
     """The device that --device names; auto is the first GPU that can be used, else the host."""
     from memra_driver.inventory import usable_gpu
     from memra_driver.kvdev import CudaDev, HostDev
@@ -187,11 +228,11 @@ def _device(name: str) -> Iterator[Any]:
         trouble = usable_gpu()
         if trouble:
             print(f"memra-driver: on the host: {trouble}", file=sys.stderr)
-        e: Any = HostDev() if trouble else CudaDev()
+        e: Any = HostDev(arena=arena) if trouble else CudaDev(arena=arena)
     elif name == "host":
-        e = HostDev()
+        e = HostDev(arena=arena)
     elif kind == "cuda" and (number.isdecimal() or name == "cuda"):
-        e = CudaDev(int(number or 0))
+        e = CudaDev(int(number or 0), arena=arena)
     else:
         raise ConfigError(f"--device {name}: it takes auto, cuda:N or host")
     try:

@@ -216,6 +216,9 @@ class BlockFormat:
             raise ArrayError(f"{self.name}: encode takes float32 [..., n] with n a multiple of {BLOCK}, "
                              f"not {x.dtype} {list(x.shape)}")
         flat = np.ascontiguousarray(x).reshape(-1, BLOCK)
+        nan = np.isnan(flat)
+        if nan.any():  # fmin and fmax of a signalling NaN are NaN on some paths of NumPy; those of a quiet one never
+            flat = np.where(nan, np.float32(np.nan), flat)
         out = np.empty((flat.shape[0], self.block_bytes), np.uint8)
         with np.errstate(all="ignore"):
             for start in range(0, flat.shape[0], _CHUNK):

@@ -1,0 +1,152 @@
+"""What `check` asks of attention: both its kernels together, and the second by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memra_driver.check_case import (
+    ALONE,
+    LAYER,
+    PAIRS,
+    TOLERANCE,
+    Args,
+    Case,
+    Pair,
+    Rng,
+    batch,
+    i32,
+    normal,
+    planes,
+    poison,
+    record,
+    single,
+    spoil,
+)
+from memra_driver.kernels import ATTEND_TILE, attend_kernel
+from memra_driver.oracle_formats import encode
+from memra_driver.plan import ATTEND_GROUPS
+
+ATTEND_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Attend:
+    """One attention: rows at pos over keys of a kind, `gqa` query heads for each K/V head."""
+
+    pair: Pair
+    dims: tuple[int, int] = (64, 64)
+    rows: int = 1
+    pos: int = 70
+    heads_kv: int = 2
+    gqa: int = 2
+    window: int = 0
+    kind: str = "normal"
+
+    @property
+    def title(self) -> str:
+        what = f"{self.pair[0]}/{self.pair[1]} {self.heads_kv}x{self.gqa} heads of {self.dims[0]}/{self.dims[1]}"
+        window = f", window {self.window}" if self.window else ""
+        return f"{what}, {self.rows} rows at {self.pos}{window}{'' if self.kind == 'normal' else ', ' + self.kind}"
+
+
+def attend_args(rng: Rng, a: Attend) -> Args:
+    """What attend and attend_combine take together."""
+    stop, heads = a.pos + a.rows, a.heads_kv * a.gqa
+    widths = (a.heads_kv * a.dims[0], a.heads_kv * a.dims[1])
+    args = planes(a.pair, widths, stop + 5)
+    q = normal(rng, a.rows, heads, a.dims[0])
+    keys, values = (normal(rng, stop, width).reshape(stop, -1) for width in widths)
+    if a.kind == "one key dominates":
+        keys[stop // 2] *= 40
+    elif a.kind == "equal keys":
+        keys[:] = keys[0]
+    elif a.kind == "a spike in q":
+        q[::37] *= 50
+    elif a.kind == "late rescaling":
+        keys *= np.linspace(0.1, 6, stop, dtype=np.float32)[:, None]
+    elif a.kind == "some of q not finite":
+        spoil(rng, q, 3)
+    for side, name, x in zip("kv", a.pair, (keys, values), strict=True):
+        stored = encode(name, x.astype(np.float64).reshape(-1, 32)).reshape(-1)
+        args[side][: stored.size] = stored
+        args[side][stored.size :] = 0xFF  # rows that nobody may see are NaN
+    return args | {
+        "q": q, "part": np.full(a.rows * heads * ATTEND_GROUPS * (a.dims[1] + 2), np.nan, np.float32),
+        "out": poison(a.rows * heads * a.dims[1]), "pos_d": None, "slot": a.pos, "rows": a.rows, "n_head": heads,
+        "n_head_kv": a.heads_kv, "head_dim_k": a.dims[0], "head_dim_v": a.dims[1], "scale": a.dims[0] ** -0.5,
+        "window": a.window, **ALONE, "health": record(), "layer": LAYER,
+    }  # fmt: skip
+
+
+def attend_case(a: Attend, args: Args, **other: Any) -> Case:
+    """Both kernels, one behind the other."""
+    kernel = attend_kernel(*a.dims, a.rows * a.gqa)
+    first = single(a.title, kernel, args | other)
+    second = single("", "attend_combine", args | other)
+    first.launches += second.launches
+    first.arrays |= second.arrays
+    first.tolerance, first.loose = {"out": ATTEND_TOLERANCE}, ("part",)
+    if a.kind == "some of q not finite":
+        first.loose = ("part", "out")
+    return first
+
+
+def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
+    cases = [Attend(pair, rows=rows) for pair in PAIRS for rows in (1, 5)]
+    shapes = [(64, 128, 3), (96, 96, 1), (128, 64, 16), (192, 128, 2), (64, 192, 4), (256, 256, 4), (64, 512, 2)]
+    for k, v, gqa in shapes:
+        cases += [Attend(PAIRS[0], (k, v), rows, 200, 1, gqa) for rows in (1, 4)]
+    windows = ((0, 0), (63, 64), (130, 7), (128, 65))
+    cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
+    kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
+    cases += [Attend(PAIRS[1], rows=2, pos=300, kind=kind) for kind in kinds]
+    around = ATTEND_GROUPS * ATTEND_TILE  # the first groups get a second tile
+    cases += [Attend(PAIRS[2], rows=3, pos=around - 1, heads_kv=1)]
+    if not small:
+        cases += [Attend(pair, (256, 256), 5, 400, 2, 8) for pair in PAIRS]
+        cases += [Attend(PAIRS[0], (512, 512), rows, 150, 1, 8) for rows in (1, 16)]
+        cases += [Attend(PAIRS[0], (192, 192), 9, 77, 2, 5), Attend(PAIRS[4], (128, 128), 16, 1000, 4, 4)]
+        cases += [Attend(PAIRS[0], rows=2, pos=around + 70, window=window) for window in (0, 500, around)]
+    for a in cases:
+        yield attend_case(a, attend_args(rng, a))
+    a = Attend(PAIRS[0])
+    others: tuple[Args, ...] = ({"pos_d": i32(70), "slot": -9}, {"slot": 76}, {"slot": -1}, {"pos_d": i32(2**31 - 1)})
+    for other in others:
+        made = attend_case(a, attend_args(rng, a), **other)
+        where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
+        made.title = f"{made.kernel} {where}"
+        yield made
+    several = [Attend(PAIRS[0], rows=3, pos=pos) for pos in (0, 62, 200)]
+    members = [attend_args(rng, a) | {"pos_d": i32(a.pos)} for a in several]
+    made = batch("3 rows for", attend_kernel(64, 64, 6), ("k", "v", "pos_d", "health"), ("q", "part"), members)
+    behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
+    made.launches += behind.launches
+    made.arrays |= behind.arrays
+    made.tolerance, made.loose = {"out": ATTEND_TOLERANCE}, ("part",)
+    yield made
+
+
+def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
+    """Partial sums of any groups; those without a key are NaN."""
+    shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
+    for rows, heads, dim, pos, window in shapes:
+        part = np.full((rows, heads, ATTEND_GROUPS, dim + 2), np.nan, np.float32)
+        for row in range(rows):
+            last = pos + row
+            tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
+            groups = sorted({tile % ATTEND_GROUPS for tile in tiles})
+            weight = rng.uniform(0.1, 64, (heads, len(groups), 1))
+            most = rng.normal(0, 4, (heads, len(groups), 1))
+            sums = rng.standard_normal((heads, len(groups), dim)) * weight
+            part[row][:, groups] = np.concatenate([sums, most, weight], axis=2)
+        args = {
+            "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
+            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, **ALONE, "health": record(),
+            "layer": LAYER,
+        }  # fmt: skip
+        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}"
+        yield single(title, "attend_combine", args, tolerance={"out": TOLERANCE})

@@ -1,0 +1,218 @@
+"""`check` is green where the kernels are right, and red where one line of any of them is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import standin as standin_module
+import vectors_data
+
+from memra_driver import check, cli, formats, kvdev, reference, reference_attend, reference_common
+from memra_driver.check_case import Case
+from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
+from memra_driver.kvdev import HostDev
+
+# Kernel, its source, and the line that is flipped.
+IN_KERNELS = [
+    ("append_kv", "append_kv.cu", "memra_warp_max(fabsf(x)), 127.0f", "memra_warp_max(fabsf(x)), 126.0f"),
+    ("append_kv", "append_kv.cu", "memra_warp_max(x), low), 31.0f", "memra_warp_max(x), low), 30.0f"),
+    ("append_kv", "append_kv.cu", "inv, 8.5f", "inv, 8.0f"),
+    ("append_kv", "append_kv.cu", "fabsf(x) > 464.0f", "fabsf(x) > 448.0f"),
+    ("dequant_kv", "dequant_kv.cu", "& 15) - 8)", "& 15) - 7)"),
+    ("conv_update", "conv.cu", "expf(-sum)", "expf(sum)"),
+    ("conv_ring_rebuild", "conv.cu", "taken > rows", "taken >= rows"),
+    ("gdn_prep", "gdn_prep.cu", "x > 20.0f", "x > 2.0f"),
+    ("gdn_scan", "gdn_scan.cu", "__fmaf_rn(-g, kv", "__fmaf_rn(g, kv"),
+    ("set_counters", "counters.cu", "} else if (in_b)", "} if (in_b)"),
+    ("commit_counters", "counters.cu", "if (i == 0 && move_pos) *pos_d", "if (i == 0) *pos_d"),
+    ("advance_batch", "counters.cu", "pos_d += n;", "pos_d += 1;"),
+    ("copy_many", "copy_many.cu", "threadIdx.x < tail", "threadIdx.x + 1 < tail"),
+    ("copy_rows", "copy_many.cu", "c < end;", "c + 1 < end;"),
+    ("attend", "attend.cu", "const bool seen = column < work.columns &&", "const bool seen = key + 1 <"),
+    ("attend", "attend.cu", "sum[i] = __fmaf_rn(sum[i], worth, added)", "sum[i] = added"),
+    ("attend_combine", "attend_combine.cu", "__fmul_rn(value, w.y)", "__fmul_rn(value, w.x)"),
+]
+# Kernel, the module of its twin, and the operation that is flipped.
+IN_TWINS = [
+    ("append_kv", reference, "if len >= 0", "if len > 0"),
+    ("dequant_kv", reference, "start + rows > max_ctx", "start + rows >= max_ctx"),
+    ("conv_update", reference, "np.exp(-total)", "np.exp(total)"),
+    ("conv_ring_rebuild", reference, "accept > rows", "accept >= rows"),
+    ("gdn_prep", reference, "step > 20", "step > 2"),
+    ("gdn_scan", reference, "(v[t, heads] - g", "(v[t, heads] + g"),
+    ("set_counters", reference, "elif ((b_lo", "if ((b_lo"),
+    ("commit_counters", reference, "    if move_pos:\n        pos_d", "    if True:\n        pos_d"),
+    ("advance_batch", reference, "[0] += n", "[0] += 1"),
+    ("copy_many", reference, "memmove(dst, src, count)", "memmove(dst, src, count & ~1)"),
+    ("copy_rows", reference, "for row in range(rows):", "for row in range(rows - 1):"),
+    ("attend", reference_attend, "at <= pos + row", "at < pos + row"),
+    ("attend_combine", reference_attend, "total[:, head_dim_v + 1 :]", "total[:, head_dim_v:][:, :1]"),
+]
+IN_FORMATS = [
+    ("q8_0", "np.float32(127)", "np.float32(126)"),
+    ("q5_1", "np.float32(31)", "np.float32(30)"),
+    ("q4_0", "np.float32(8.5)", "np.float32(8.0)"),
+    ("fp8", 'side="left"', 'side="right"'),
+]
+
+
+@pytest.fixture(scope="module")
+def small_cases() -> list[Case]:
+    return list(check.cases(small=True))
+
+
+def of(kernel: str, cases: list[Case]) -> Iterator[Case]:
+    """The cases that launch a kernel; "attend": any width of it."""
+    names = set(ATTEND_COLUMNS) if kernel == "attend" else {kernel}
+    return (case for case in cases if names & {name for name, _ in case.launches})
+
+
+def flipped(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"{old!r} stands there {text.count(old)} times"
+    return text.replace(old, new)
+
+
+def flipped_module(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
+    """A copy of a module with one operation changed."""
+    assert module.__file__ is not None
+    copy = types.ModuleType(module.__name__)
+    exec(
+        compile(flipped(Path(module.__file__).read_text(), old, new), f"flipped {module.__name__}", "exec"), vars(copy)
+    )
+    return copy
+
+
+def first_red(e: Any, cases: Iterator[Case], path: Path) -> check.Result:
+    red = next((result for result in check.run(e, cases, path) if result.fault), None)
+    assert red is not None, "check stayed green"
+    assert check.replay(e, path).fault == red.fault
+    return red
+
+
+def test_the_checks_launch_every_kernel_of_the_table(small_cases: list[Case]) -> None:
+    launched = {kernel for case in small_cases for kernel, _ in case.launches}
+    assert launched == KERNELS.keys()
+    assert len({case.title for case in check.cases()}) > len({case.title for case in small_cases}) > 200
+
+
+def test_the_same_seed_makes_the_same_inputs_and_another_seed_others() -> None:
+    first, again, other = (
+        [array.tobytes() for case in check.cases(seed, small=True) for array in case.arrays.values()]
+        for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_the_packaged_vectors_are_those_of_the_tests() -> None:
+    folder = Path(check.__file__).parent / "vectors"
+    packaged = json.loads((folder / "kernels.json").read_text())
+    originals = {each["case"]: each for each in json.loads((vectors_data.FOLDER / "kernels.json").read_text())}
+    with np.load(folder / "kernels.npz") as mine, np.load(vectors_data.FOLDER / "kernels.npz") as theirs:
+        assert {name: mine[name].tobytes() for name in mine} == {name: theirs[name].tobytes() for name in mine}
+    for entry in packaged:
+        whole = originals[entry["case"]]
+        assert {name: value for name, value in entry.items() if name != "except_block"}.items() <= whole.items()
+        assert entry.get("except_block", {}).items() <= whole.get("except_block", {}).items()
+    assert {each["op"] for each in packaged} == {each["op"] for each in originals.values()}
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1.5e6
+
+
+def test_check_is_green_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--device", "host"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"ALL GREEN ({len(lines) - 1} checks)"
+    assert all(line.startswith("ok ") for line in lines[:-1])
+
+
+def test_check_is_green_on_the_stand_in(standin: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--device", "cuda:0", "--small", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["failed"], found["input"], found["checks"]) == (0, None, len(found["results"]))
+    assert {each["kernel"] for each in found["results"]} >= KERNELS.keys() - {"attend_combine"}
+    assert max(each["worst"] for each in found["results"]) > 0
+
+
+@pytest.mark.gpu
+def test_check_is_green_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--device", "cuda:0"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kernel", "source", "old", "new"), IN_KERNELS)
+def test_a_flipped_line_of_a_kernel_turns_check_red(
+    standin: standin_module.StandIn, make_dev: Any, small_cases: list[Case], tmp_path: Path,
+    kernel: str, source: str, old: str, new: str,
+) -> None:  # fmt: skip
+    folder = standin_module.CUDA_SRC
+    changed = tmp_path / source
+    changed.write_text(flipped((folder / source).read_text(), old, new))
+    sources = [changed if each.name == source else each for each in sorted(folder.glob("*.cu"))]
+    standin.use_kernels(standin_module.build_kernels(sources))
+    first_red(make_dev("cuda", arena=False), of(kernel, small_cases), tmp_path / "red.npz")
+    standin.use_kernels(standin_module.build_kernels())
+    assert not check.replay(make_dev("cuda", arena=False), tmp_path / "red.npz").fault
+
+
+@pytest.mark.parametrize(("kernel", "module", "old", "new"), IN_TWINS)
+def test_a_flipped_operation_of_a_twin_turns_check_red(
+    small_cases: list[Case], tmp_path: Path, kernel: str, module: types.ModuleType, old: str, new: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvdev, module.__name__.rpartition(".")[2], flipped_module(module, old, new))
+        first_red(HostDev(), of(kernel, small_cases), tmp_path / "red.npz")
+    assert not check.replay(HostDev(), tmp_path / "red.npz").fault
+
+
+@pytest.mark.parametrize(("name", "old", "new"), IN_FORMATS)
+def test_a_flipped_operation_of_a_format_turns_check_red(
+    small_cases: list[Case], tmp_path: Path, name: str, old: str, new: str
+) -> None:
+    right = formats.FORMATS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(reference_common.BY_CODE, right.code, flipped_module(formats, old, new).FORMATS[name])
+        first_red(HostDev(), of("append_kv", small_cases), tmp_path / "red.npz")
+    assert not check.replay(HostDev(), tmp_path / "red.npz").fault
+
+
+def test_a_red_check_exits_with_1_and_keeps_the_input_that_showed_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = str(tmp_path / "kept.npz")
+    argv = ["check", "--device", "host", "--small", "--save", kept]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvdev, "reference", flipped_module(reference, "np.exp(-total)", "np.exp(total)"))
+        assert cli.main(argv) == 1
+        lines = capsys.readouterr().out.splitlines()
+        red = next(line for line in lines if line.startswith("FAILED"))
+        assert lines[-1].endswith(f"FAILED on host; memra-driver check --replay {kept}")
+        assert cli.main(["check", "--device", "host", "--replay", kept]) == 1
+        assert capsys.readouterr().out.splitlines()[0] == red
+    assert cli.main(["check", "--device", "host", "--replay", kept]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "ALL GREEN (1 checks)"
+
+
+def test_a_file_that_is_no_saved_input_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.npz"
+    np.savez(path, x=np.zeros(3))
+    shutil.copy(__file__, tmp_path / "text.npz")
+    for each in (path, tmp_path / "text.npz", tmp_path / "absent.npz"):
+        assert cli.main(["check", "--device", "host", "--replay", str(each)]) == 2
+        assert each.name in capsys.readouterr().err
+
+
+def test_a_driver_error_ends_the_run_and_is_a_failure(
+    standin: standin_module.StandIn, make_dev: Any, small_cases: list[Case], tmp_path: Path
+) -> None:
+    e = make_dev("cuda", arena=False)
+    standin.fail("cuLaunchKernel", 3, 700)
+    results = list(check.run(e, small_cases, tmp_path / "red.npz"))
+    assert [bool(result.fault) for result in results] == [False, False, True]
+    assert "ILLEGAL_ADDRESS" in results[-1].fault
+    assert not check.replay(e, tmp_path / "red.npz").fault
