@@ -108,14 +108,14 @@ class CacheBeside(CacheRules):
 
     def health(self) -> Health:
         """The error record, after the work queued before; false when it is empty. Waits."""
-        self.check_state("health", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_open("health")
         return Health.read(
             read_bytes(self._planes["health", None, d], layout.HEALTH_BYTES) for d in range(len(self.devices))
         )
 
     def clear_health(self) -> None:
         """Empties the error record, in stream order."""
-        self.check_state("clear_health", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_open("clear_health")
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             actions += zero_actions(device, [self._planes["health", None, d]])

@@ -277,7 +277,7 @@ class Cache(CacheClock):
         """
         self.check_device(e)
         self.check_not_recording("reset")
-        self.check_state("reset", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_open("reset")
         if self.open_round is not None:
             if self.state is CacheState.TAINTED:
                 self.open_round.over()
@@ -303,7 +303,7 @@ class Cache(CacheClock):
 
     def report(self) -> dict[str, Any]:
         """Every live buffer and snapshot with its bytes, their sum, and what each device says is free."""
-        self.check_state("report", *(state for state in CacheState if state is not CacheState.CLOSED))
+        self.check_open("report")
         snapshots = [
             {"pos": snap.pos, "bytes": snap.nbytes, "invalid": snap.invalid}
             for snap in sorted(self._snapshots, key=lambda snap: snap.pos)
@@ -327,8 +327,12 @@ class Cache(CacheClock):
         }
 
     def regions(self) -> list[tuple[str, int, int, int]]:
-        """(name, device pointer, bytes, device) of every live buffer; addresses hold until close."""
-        self.check_state("regions", *(state for state in CacheState if state is not CacheState.CLOSED))
+        """(name, device pointer, bytes, device) of every live buffer; addresses hold until close.
+
+        ssm_state and ssm_state_alt are named as they were born: each eager scan makes them change roles, and
+        `recur[il].ssm_state` is the one that is current.
+        """
+        self.check_open("regions")
         planned = [
             (row.name, self._planes[row.plane, row.layer, row.device].ptr, row.bytes, ordinal(self.devices[row.device]))
             for row in self.plan.planes

@@ -89,7 +89,7 @@ class CacheRules:
 
     def check_device(self, e: Any) -> None:
         if not any(e is each for each in self.devices):
-            raise DeviceMismatch(f"{e!r} is none of this cache's devices {list(self.devices)}")
+            raise DeviceMismatch(f"the {e!r} given is none of the objects of this cache, {list(self.devices)}")
 
     def check_state(self, what: str, *allowed: CacheState) -> None:
         state = self.state
@@ -102,6 +102,10 @@ class CacheRules:
             CacheState.PENDING_REPLAY: f"pending replay of {self.replay_to - self.pos} tokens; run them first",
         }
         raise StateError(f"{what}: {reasons.get(state, state.name)}")
+
+    def check_open(self, what: str) -> None:
+        """Refused on a closed cache only."""
+        self.check_state(what, *(state for state in CacheState if state is not CacheState.CLOSED))
 
     def check_settled(self, what: str) -> None:
         """Ready, and no step, round or capture open."""
@@ -247,9 +251,11 @@ class CacheRules:
         found = self.kv[il] if op is StepOp.APPEND else self.recur[il]
         if found is None:
             kind = "K/V" if op is StepOp.APPEND else "recurrent state"
-            raise ConfigError(f"layer {il} has no {kind}")
+            layers: list[Any] = [*(self.kv if op is StepOp.APPEND else self.recur)]
+            owners = [i for i, each in enumerate(layers) if each is not None]
+            raise ConfigError(f"layer {il} has no {kind}; layers {owners} have")
         if e is not found.owner:
-            raise DeviceMismatch(f"layer {il} lives on {found.owner!r}, not on {e!r}")
+            raise DeviceMismatch(f"layer {il} lives on {found.owner!r}, another object than the {e!r} given")
         return found
 
     def kv_layer(self, il: int) -> KvLayer:
