@@ -340,14 +340,19 @@ def library_get_kernel(library: int, name: str) -> int:
     return int(_native(_call("cuLibraryGetKernel", library, name.encode(), shown=name)))
 
 
-def kernel_get_param_info(kernel: int) -> list[tuple[int, int]]:
-    """(offset, size) in bytes of each parameter. Drivers before 12.4 lack the call: UnsupportedDriver."""
+def kernel_get_param_info(kernel: int, count: int) -> list[tuple[int, int]]:
+    """(offset, size) in bytes of the first `count` parameters, fewer where the kernel has fewer.
+
+    Asking for one that is not there is an error that memory checkers report, so nothing is asked beyond `count`.
+    Drivers before 12.4 lack the call: UnsupportedDriver.
+    """
     params: list[tuple[int, int]] = []
-    while True:
-        result = _outputs("cuKernelGetParamInfo", (kernel, len(params)), len(params), accepted=INVALID_VALUE)
+    for index in range(count):
+        result = _outputs("cuKernelGetParamInfo", (kernel, index), index, accepted=INVALID_VALUE)
         if result[0]:
-            return params
+            break
         params.append((int(result[1]), int(result[2])))
+    return params
 
 
 def kernel_set_attribute(name: str, value: int, kernel: int, device: int) -> None:

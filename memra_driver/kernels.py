@@ -288,7 +288,7 @@ class KernelSet:
         if kernel.big_shared:
             driver.kernel_set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", ATTEND_SHARED_BYTES, plan.handle, self.device)
         try:
-            found = driver.kernel_get_param_info(plan.handle)
+            found = driver.kernel_get_param_info(plan.handle, len(plan.layout))
         except UnsupportedDriver:
             found = plan.layout  # a driver before 12.4 does not tell
         if found != plan.layout:

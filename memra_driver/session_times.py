@@ -12,7 +12,7 @@ from typing import Any
 from memra_driver.device import CudaEvent
 from memra_driver.kvdev import CudaDev
 
-AHEAD_BYTES = 1 << 29  # takes the GPU longer to clear than the host to enqueue an operation
+AHEAD_BYTES, AHEAD_CLEARS = 1 << 29, 4  # take the GPU longer than the host needs to enqueue an operation
 COPY_BYTES = {True: 1 << 29, False: 1 << 26}  # CUDA, host: well past any cache level
 
 
@@ -47,8 +47,9 @@ class OpTimes:
             return
         if self._ahead is None:
             self._ahead = self.e.uninit(AHEAD_BYTES // 4)
-        self.e.clear_bytes(self._ahead.ptr, self._ahead.nbytes)
         begin_event, end_event = (CudaEvent(self.e.context, timing=True) for _ in range(2))
+        for _ in range(AHEAD_CLEARS):
+            self.e.clear_bytes(self._ahead.ptr, self._ahead.nbytes)
         self.e.stream.record(begin_event)
         yield
         self.e.stream.record(end_event)

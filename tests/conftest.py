@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not gpu:
             return item.get_closest_marker("gpu") is None
         fixtures = getattr(item, "fixturenames", ())
-        on_host = "host" in getattr(getattr(item, "callspec", None), "params", {}).values()
+        params = getattr(getattr(item, "callspec", None), "params", {}).values()
+        on_host = any(isinstance(value, str) and value == "host" for value in params)
         uses_cuda = "make_dev" in fixtures or item.get_closest_marker("gpu") is not None
         return uses_cuda and not on_host and item.get_closest_marker("standin") is None and "standin" not in fixtures
 

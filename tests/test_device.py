@@ -583,7 +583,10 @@ def test_the_toolkits_stub_library_is_no_driver(standin: StandIn) -> None:
 def test_a_library_hands_out_kernels_with_their_parameters(context: CudaContext, standin: StandIn) -> None:
     library = driver.library_load_data(b"\x7fELF")
     kernel = driver.library_get_kernel(library, "copy_many")
-    assert driver.kernel_get_param_info(kernel) == [(0, 8), (8, 4), (16, 8), (24, 4)]
+    params = [(0, 8), (8, 4), (16, 8), (24, 4)]
+    assert driver.kernel_get_param_info(kernel, 4) == params
+    assert driver.kernel_get_param_info(kernel, 2) == params[:2]
+    assert driver.kernel_get_param_info(kernel, 9) == params
     with pytest.raises(DriverError, match=r"cuLibraryGetKernel\(absent\)") as caught:
         driver.library_get_kernel(library, "absent")
     assert caught.value.name == "CUDA_ERROR_NOT_FOUND"
