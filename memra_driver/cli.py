@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memra_driver.session import Outcome, Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 160)  # a file or a pipe has no width to cut to
 
 MODEL_HELP = "A preset, a GGUF file, an HF config.json or its folder."
 DEFAULT_MODEL = "qwen3.5-9b"
@@ -59,14 +59,10 @@ def info(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in found.items():
-        if key != "missing":
-            lines = value if isinstance(value, list) else [value]
-            table.add_row(key.replace("_", " "), "\n".join(map(str, lines)) or "none")
-    out.print(table)
-    for line in found["missing"]:
-        out.print(f"[yellow]missing[/] {line}", highlight=False)
+        lines = value if isinstance(value, list) else [value or "none"]
+        for line in lines or ["none"]:
+            print(f"{key.replace('_', ' '):<18}{line}")
 
 
 @app.command()
@@ -262,11 +258,11 @@ def _watch(session: Session, title: str, *, quiet: bool) -> list[Outcome]:
 
 def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> None:
     table = Table(
-        caption=f"copy bandwidth of this run: {bandwidth / 1e9:,.1f} GB/s, read + write", caption_justify="left"
+        caption=f"copy bandwidth of this run: {bandwidth / 1e9:,.1f} GB/s, read + write; bytes are those that a call must move", caption_justify="left"
     )
     table.add_column("operation")
     for name in ("count", "median us", "bytes", "GB/s", "of a copy"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in operations:
         table.add_row(
             row["operation"],
@@ -284,7 +280,7 @@ def _print_plan(model: str, priced: CachePlan) -> None:
     for name in ("device", "plane"):
         table.add_column(name)
     for name in ("count", "bytes each", "bytes", "share"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     planes: dict[tuple[int, str], list[int]] = {}
     for row in sorted(priced.rows, key=lambda row: (row.device, row.plane == "pad")):
         planes.setdefault((row.device, row.plane), []).append(row.bytes)
@@ -295,7 +291,7 @@ def _print_plan(model: str, priced: CachePlan) -> None:
     out.print(table)
     sums = Table(show_header=False, box=None, pad_edge=False)
     sums.add_column()
-    sums.add_column(justify="right")
+    sums.add_column(justify="right", overflow="fold")
     for name, size in priced.totals.items():
         if size:
             sums.add_row(name.replace("_", " "), f"{size:,}")

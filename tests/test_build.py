@@ -86,7 +86,7 @@ def test_unknown_arguments_are_refused_with_the_way_to_build_a_wheel(args: tuple
     done = call(*args)
     assert done.returncode == 2
     assert repr(args[0]) in done.stderr
-    for way in ("pip wheel .", "pyproject-build", "python -P -m build"):
+    for way in ("pip wheel --no-deps -w dist .", "pyproject-build", "python -P -m build"):
         assert way in done.stderr
 
 
