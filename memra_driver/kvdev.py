@@ -22,7 +22,7 @@ import numpy as np
 
 from memra_driver import driver, reference, reference_attend
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
-from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch, StateError
+from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.kernels import KERNELS, KernelSet
 
@@ -300,6 +300,8 @@ class HostDev(_SliceDev):
             cast(HostGraph, self.recording).calls.append((call, *args))
 
     def _launch(self, name: str, *args: Any) -> None:
+        if len(args) != len(KERNELS[name].params):
+            raise AbiError(f"{name} takes {len(KERNELS[name].params)} arguments, not {len(args)}")
         values = []
         for (kind, _), value in zip(KERNELS[name].params, args, strict=True):
             if kind.endswith("*") and value is not None:

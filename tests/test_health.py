@@ -152,7 +152,7 @@ def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(dev: Any) -> No
             pos_d.copy_from(np.array([slot], np.int32))
             dev.launch(
                 "append_kv", rows, rows, layer.k, layer.v, layer.len_d, pos_d, 0, 2, -1, 4, 128, 128,
-                layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, cache.health_d(0), 5,
+                layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, None, 1, cache.health_d(0), 5,
             )  # fmt: skip
             assert not layer.k.to_numpy().any()
             assert not layer.v.to_numpy().any()
