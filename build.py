@@ -47,7 +47,7 @@ USAGE = """usage: python3 build.py COMMAND [ARGUMENT ...]
 Each sets up what it needs, in .venv beside this file, unless the Python that runs it has it all.
 `python3 build.py COMMAND --help` tells more.
 """
-WHEEL_HINT = """To build a wheel or an sdist: `pip wheel --no-deps -w dist .`, `pyproject-build`, or `python -P -m build`.
+WHEEL_HINT = """To build a wheel: `pip wheel --no-deps -w dist .`, `pyproject-build`, or `python -P -m build`.
 (In this folder `python -m build` finds this file, build.py, by its name.)
 """
 HELP = {

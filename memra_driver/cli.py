@@ -257,9 +257,8 @@ def _watch(session: Session, title: str, *, quiet: bool) -> list[Outcome]:
 
 
 def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> None:
-    table = Table(
-        caption=f"copy bandwidth of this run: {bandwidth / 1e9:,.1f} GB/s, read + write; bytes are those that a call must move", caption_justify="left"
-    )
+    caption = f"bytes: what a call must move; a copy in this run: {bandwidth / 1e9:,.1f} GB/s, read + write"
+    table = Table(caption=caption, caption_justify="left")
     table.add_column("operation")
     for name in ("count", "median us", "bytes", "GB/s", "of a copy"):
         table.add_column(name, justify="right", overflow="fold")
