@@ -15,6 +15,7 @@ from decoding import MAX_CTX, OPTIONS, TRUE, WIDTH, WRONG, Lane, Player, begin, 
 from memra_driver import driver
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache, CacheState
+from memra_driver.config import ModelConfig
 from memra_driver.errors import ConfigError, StateError
 from memra_driver.graph import Graph
 from memra_driver.round import Round
@@ -187,9 +188,19 @@ def test_a_step_and_a_round_fit_into_one_capture(player: Player) -> None:
 def test_replays_mix_with_everything_else_and_no_address_ever_changes(
     player: Player, request: pytest.FixtureRequest
 ) -> None:
-    """Every walk begins where the last one ended: on either parity, at any position."""
     slow = type(player.e).__name__ == "CudaDev" and not request.config.getoption("--gpu")
-    walks = 60 if slow else 200
+    walk(player, 60 if slow else 200)
+
+
+@pytest.mark.gpu
+def test_replays_mix_with_everything_else_on_the_geometry_of_a_model(cuda: Any) -> None:
+    player = player_on(cuda, ModelConfig.from_preset("qwen3.5-9b"))
+    walk(player, 200)
+    player.close()
+
+
+def walk(player: Player, walks: int) -> None:
+    """Every walk begins where the last one ended: on either parity, at any position."""
     cache, e, chance = player.cache, player.e, random.Random(30)
     player.step(TRUE, TRUE)
     warm(player)
