@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy.typing as npt
@@ -213,6 +213,7 @@ class CudaStream(Closing):
         self.device = context.device
         self.foreign = foreign
         self._live: dict[int, int] = {}  # pointers allocated here -> bytes
+        self._waiting: list[int] | None = None  # what is to be freed at the end of a capture; None: no capture
         self._destroy: weakref.finalize[[CudaContext, str, int], Any] | None = None
         if foreign is None:
             self._handle: int | None = driver.stream_create()
@@ -317,7 +318,27 @@ class CudaStream(Closing):
             return
         if self._live.pop(ptr, None) is None:
             raise StateError(f"0x{ptr:x} was not allocated on this stream, or was freed before")
-        self.context._let_go("memory", ptr, self._free)
+        if self._waiting is None:
+            self.context._let_go("memory", ptr, self._free)
+        else:
+            self._waiting.append(ptr)
+
+    @contextlib.contextmanager
+    def frees_wait(self) -> Iterator[None]:
+        """Inside the block nothing is freed on this stream, at its end all that should have been.
+
+        For captures: the driver refuses a free on a capturing stream, and the garbage collector chooses its moment.
+        """
+        self._waiting = []
+        try:
+            yield
+        finally:
+            waiting, self._waiting = self._waiting, None
+            for ptr in waiting:
+                try:
+                    self.context._let_go("memory", ptr, self._free)
+                except MemraError as error:
+                    self.record_error(error)
 
     def _free(self, ptr: int) -> None:
         if self._handle is not None and self.context.pools:

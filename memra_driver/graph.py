@@ -185,7 +185,7 @@ class HostGraph(Graph):
 def capture_cuda(e: Any) -> Iterator[CudaGraph]:
     """Records what is enqueued on e's stream inside the block."""
     graph = CudaGraph(e)
-    with recording(e, graph):
+    with recording(e, graph), e.stream.frees_wait():
         e.context.bind()
         driver.stream_begin_capture(e.stream.handle)
         try:

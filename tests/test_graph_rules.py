@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -504,3 +505,42 @@ def test_kernels_that_cannot_be_loaded_keep_a_capture_from_beginning(make_dev: M
     graph.launch()  # of nothing
     graph.close()
     np.testing.assert_array_equal(e.zeros(3).to_numpy(), np.zeros(3))
+
+
+@pytest.mark.parametrize("how", ["closed", "collected", "in a cycle"])
+def test_what_dies_during_a_capture_is_freed_at_its_end(make_dev: MakeDev, how: str) -> None:
+    """The garbage collector chooses its moment, and a free on a capturing stream would end the capture."""
+    e = make_dev("cuda")
+    kept, dying, clear = e.zeros(8), e.zeros(1000), e.context.live_bytes
+    cycle: list[Any] = [dying]
+    cycle.append(cycle)
+    with e.capture() as graph:
+        if how == "closed":
+            dying.close()
+        elif how == "collected":
+            cycle.clear()
+        del cycle, dying
+        gc.collect()
+        e.clear_bytes(kept.ptr, kept.nbytes)
+        assert e.context.live_bytes == clear
+    assert e.context.live_bytes == clear - 4000
+    kept.copy_from(np.ones(8, np.float32))
+    graph.launch()
+    np.testing.assert_array_equal(kept.to_numpy(), np.zeros(8))
+    graph.close()
+
+
+def test_what_dies_in_a_capture_that_is_given_up_is_freed_too(make_dev: MakeDev) -> None:
+    e = make_dev("cuda")
+    dying = e.zeros(1000)
+    before = e.context.live_bytes
+
+    def capture() -> None:
+        with e.capture():
+            dying.close()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        capture()
+    assert e.context.live_bytes == before - 4000
+    assert e.recording is None
