@@ -245,7 +245,7 @@ class Cache(CacheClock):
         self.end_step(snap.pos)
         self._c.replay_to = snap.pos + accept_len if accept_len else 0
         self._c.state = CacheState.PENDING_REPLAY if accept_len else CacheState.READY
-        self._give_up(snap.pos + accept_len)
+        self.give_up(snap.pos + accept_len)
 
     # The clock; advance, sync_d, settle and replays stand in clock.py.
 
@@ -268,7 +268,7 @@ class Cache(CacheClock):
         for il, length in lens.items():
             self.kv_layer(il).len = length
         self.pos = new_len
-        self._give_up(new_len)
+        self.give_up(new_len)
 
     def reset(self, e: Any) -> None:
         """Empties the cache in place: ring, states and counters zero, logits and taps dropped, generation + 1.
@@ -371,13 +371,6 @@ class Cache(CacheClock):
     def _beside(self) -> list[tuple[tuple[str, int], Any]]:
         """What was allocated on first use, by name and device index."""
         return [*self._lazy.items(), *self._retired]
-
-    def _give_up(self, stands: int) -> None:
-        """K/V rows at and above `stands` are given up: snapshots and logits that count on them are no longer true."""
-        self.drop_logits_above(stands)
-        for snap in self._snapshots:
-            if snap.pos > stands and not snap.invalid:
-                snap.invalid = f"it stands at position {snap.pos}, and the rows from {stands} on were given up since"
 
     def _invalidate_snapshots(self, why: str) -> None:
         for snap in self._snapshots:

@@ -45,7 +45,8 @@ def plan_png(
     axes.stackplot(contexts, list(series.values()), labels=[LABELS[group] for group in series])
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("cache, MiB")
-    axes.set_title(f"{name}: {sum(totals[-1].values()) / MIB:,.1f} MiB at {max_ctx:,} tokens")
+    title = f"{name}: {sum(totals[-1].values()) / MIB:,.1f} MiB at {max_ctx:,} tokens"
+    axes.set_title(title, parse_math=False)  # a file's name is no formula
     axes.margins(0, 0.02)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", frameon=False)

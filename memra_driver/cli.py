@@ -15,6 +15,7 @@ from memra_driver.errors import ConfigError, DriverError, MemraError
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as missing:
@@ -95,7 +96,7 @@ def run(
     prompt: Annotated[int, typer.Option(min=0, help="Tokens of the prompt.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Speculative rounds.")] = 8,
     draft: Annotated[int, typer.Option(min=0, help="Drafted tokens a round; draft + 1 rows are verified.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of the inputs and the accept counts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs and the accept counts.")] = 0,
     attend: Annotated[bool, typer.Option(help="Attend in every attention layer.")] = True,
     method: Annotated[Method, typer.Option(help="Snapshot, roll back and replay; or a round.")] = Method.rollback,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that step together; each prompt is a token longer.")] = 1,
@@ -135,9 +136,11 @@ def run(
         print(json.dumps(summary, indent=2))
     else:
         _print_operations(operations, bandwidth)
-        out.print(f"{model}, {ctx} tokens, {cache_bytes / 2**20:,.1f} MiB a cache, {where}", highlight=False)
+        out.print(
+            f"{model}, {ctx} tokens, {cache_bytes / 2**20:,.1f} MiB a cache, {where}", highlight=False, markup=False
+        )
         if fault is not None:
-            out.print(f"[red]round {fault.number} differs: {fault.fault}[/]", highlight=False)
+            out.print(f"[red]round {fault.number} differs: {escape(fault.fault)}[/]", highlight=False)
         out.print(f"[bold]{identical}/{rounds} rounds bit-identical[/]", highlight=False)
     if fault is not None:
         raise typer.Exit(1)
@@ -202,6 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemraError as error:
         print(f"memra-driver: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # standard output, as every file of ours is named in a MemraError
+        print(f"memra-driver: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -245,7 +251,7 @@ def _device_name(e: Any) -> str:
 
 def _watch(session: Session, title: str, *, quiet: bool) -> list[Outcome]:
     """Runs the session under a progress bar, which only a terminal shows."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
     done = []
     with progress:
@@ -275,7 +281,7 @@ def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> Non
 
 
 def _print_plan(model: str, priced: CachePlan) -> None:
-    table = Table(title=f"{model} at {priced.max_ctx:,} tokens", title_justify="left")
+    table = Table(title=f"{escape(model)} at {priced.max_ctx:,} tokens", title_justify="left")
     for name in ("device", "plane"):
         table.add_column(name)
     for name in ("count", "bytes each", "bytes", "share"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from memra_driver.beside import CacheBeside
 from memra_driver.errors import CapacityError, ConfigError, StateError
 from memra_driver.layout import CacheState
 from memra_driver.place import Action, commit_counter_actions, copy_actions, counter_actions, run_actions
+from memra_driver.snapshot import CacheSnapshot
 
 if TYPE_CHECKING:
     from memra_driver.graph import Graph
@@ -18,6 +20,7 @@ class CacheClock(CacheBeside):
     """How a cache moves, and how host and device agree on where it stands; `Cache` builds on it."""
 
     _counter_layers: list[list[int]]
+    _snapshots: weakref.WeakSet[CacheSnapshot]
     _sure_pos = 0  # while unsettled: where the cache stood when the host last knew
 
     def advance(self, e: Any, n: int = 1) -> None:
@@ -50,6 +53,8 @@ class CacheClock(CacheBeside):
 
     def advanced(self, n: int) -> None:
         """The host's part of an advance that was enqueued."""
+        if not self.step_rows and self.state is CacheState.READY and self.recording is None:
+            self.give_up(self.pos)  # the engine wrote rows of its own from here on
         self.end_step(self.pos + n)
         if self.state is CacheState.PENDING_REPLAY and self.pos == self.replay_to:
             self._c.state, self._c.replay_to = CacheState.READY, 0
@@ -61,6 +66,7 @@ class CacheClock(CacheBeside):
         self.check_state("sync_d", CacheState.READY, CacheState.PENDING_REPLAY)
         self.check_lengths()
         run_actions(self._stamp_actions(), self.taint)
+        self.give_up(max(self.pos + self.step_rows, self.replay_to))
 
     def settle(self, e: Any) -> None:
         """After a device-side accept count: reads the counters back, and the host's follow. Waits."""
@@ -125,6 +131,8 @@ class CacheClock(CacheBeside):
         if not launches:
             return
         begin = self.pos
+        if self.state is CacheState.READY:
+            self.give_up(begin)
         self.drop_unsure_logits()
         if move.parks:
             last = begin + move.tokens * (launches - 1)
@@ -135,6 +143,13 @@ class CacheClock(CacheBeside):
             layer.len = max(layer.len, self.pos)
         if move.unsettles:
             self.unsettle(begin)
+
+    def give_up(self, stands: int) -> None:
+        """K/V rows at and above `stands` are given up: snapshots and logits that count on them are no longer true."""
+        self.drop_logits_above(stands)
+        for snap in self._snapshots:
+            if snap.pos > stands and not snap.invalid:
+                snap.invalid = f"it stands at position {snap.pos}, and the rows from {stands} on were given up since"
 
     def commit_actions(self, count: Any, accept: int, rows: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Ends a step on the devices: len_d of the layers of `lens`, and pos_d.

@@ -45,7 +45,7 @@ def operand(
     if isinstance(value, np.ndarray):
         found = _from_numpy(value, name, out)
         shape = value.shape
-    elif hasattr(value, "ptr") and hasattr(value, "nbytes"):
+    elif all(hasattr(value, field) for field in ("ptr", "len", "dtype", "nbytes")):
         found = Operand(
             value.ptr, value.len, np.dtype(value.dtype), value.nbytes, getattr(value, "device", device), value
         )

@@ -11,14 +11,17 @@ record of its cache (`health`, may be null) and the layer that it works for.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memra_driver import driver, nvrtc
-from memra_driver.errors import AbiError, UnsupportedDriver
+from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
 from memra_driver.plan import ATTEND_GROUPS
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
@@ -250,6 +253,14 @@ class LaunchPlan:
         )
 
 
+def _unload_quietly(libraries: dict[str, int], pid: int) -> None:
+    """What is not closed is unloaded when the object dies; not in a forked child, and without raising."""
+    if os.getpid() == pid:
+        with contextlib.suppress(MemraError):
+            while libraries:
+                driver.library_unload(libraries.popitem()[1])
+
+
 class KernelSet:
     """The kernels of one device (arch, CUdevice), compiled or found in the cache at their first use."""
 
@@ -258,6 +269,8 @@ class KernelSet:
         self.device = device
         self._libraries: dict[str, int] = {}
         self._plans: dict[str, LaunchPlan] = {}
+        self._unload = weakref.finalize(self, _unload_quietly, self._libraries, os.getpid())
+        self._unload.atexit = False
 
     def plan(self, name: str) -> LaunchPlan:
         """The launch plan of a kernel. The first use of a source may compile it.

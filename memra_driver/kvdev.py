@@ -167,6 +167,8 @@ class CudaDev(_SliceDev):
         self._owns_context = context is None
         try:
             self.stream = stream if isinstance(stream, CudaStream) else CudaStream(self.context, stream)
+            if self.stream.device != device:
+                raise DeviceMismatch(f"the stream given is of cuda:{self.stream.device}, not of cuda:{device}")
             self._owns_stream = self.stream is not stream
             self.kernels = KernelSet(self.context.arch, driver.device_get(device))
         except BaseException:
@@ -194,8 +196,8 @@ class CudaDev(_SliceDev):
 
     def launch(self, name: str, *args: Any) -> None:
         """Enqueues a kernel of the table; the first use of a source may compile it."""
-        plan = self.kernels.plan(name)
         self.context.bind()
+        plan = self.kernels.plan(name)
         plan.launch(self.stream.handle, args)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:

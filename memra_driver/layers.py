@@ -16,7 +16,10 @@ def scalar(name: str, doc: str) -> Any:
     """A number that lives in the C struct of `self._c`; it may be assigned."""
 
     def write(self: Any, value: int) -> None:
-        setattr(self._c, name, operator.index(value))
+        value = operator.index(value)
+        if not -(2**63) <= value < 2**63:
+            raise StateError(f"{name} is {value}; it is a 64-bit number")
+        setattr(self._c, name, value)
 
     return property(lambda self: getattr(self._c, name), write, doc=doc)
 
@@ -30,7 +33,10 @@ def _plane(name: str, doc: str) -> Any:
     """A buffer whose address lives in the C struct: whoever swaps two of them there, swaps them here."""
 
     def read(self: Any) -> Any:
-        return self._planes[getattr(self._c, name).ptr]
+        ptr = getattr(self._c, name).ptr
+        if ptr not in self._planes:
+            raise StateError(f"{name} is 0x{ptr:x} in the C struct, which is none of this layer's buffers")
+        return self._planes[ptr]
 
     def write(self: Any, plane: Any) -> None:
         c = getattr(self._c, name)
@@ -112,8 +118,8 @@ class RecurLayer:
 
     def swap(self) -> None:
         """Exchanges the handles of ssm_state and ssm_state_alt, as after an eager scan."""
-        self.ssm_state, self.ssm_state_alt = self.ssm_state_alt, self.ssm_state
-        self._c.swaps += 1
+        c = self._c
+        c.ssm_state.ptr, c.ssm_state_alt.ptr, c.swaps = c.ssm_state_alt.ptr, c.ssm_state.ptr, c.swaps + 1
 
 
 class DflashTapSink:

@@ -64,6 +64,14 @@ def check_contiguous(array: npt.NDArray[Any]) -> None:
         raise ArrayError(f"the array of shape {array.shape} and strides {array.strides} is not C-contiguous")
 
 
+def _plain(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The dtype, unless its elements are Python objects, which raw bytes must never become."""
+    kind = np.dtype(dtype)
+    if kind.hasobject or not kind.itemsize:
+        raise ArrayError(f"a slice of {kind}: elements are numbers of a fixed size")
+    return kind
+
+
 class HostMemory:
     """Host memory with the addresses of NumPy arrays, 256-byte aligned like a GPU's."""
 
@@ -124,7 +132,7 @@ class CudaSlice(Closing):
     """
 
     def __init__(self, memory: Memory, length: int, dtype: npt.DTypeLike = np.float32) -> None:
-        kind, length = np.dtype(dtype), operator.index(length)
+        kind, length = _plain(dtype), operator.index(length)
         if length < 0:
             raise ArrayError(f"a slice of {length} elements")
         nbytes = length * kind.itemsize
@@ -180,11 +188,11 @@ class CudaSlice(Closing):
 
     def plane(self, offset_bytes: int, length: int, dtype: npt.DTypeLike) -> CudaView:
         """`length` elements of `dtype` from a byte offset on, without a copy: how an arena is divided."""
-        return CudaView(self, offset_bytes, length, np.dtype(dtype))
+        return CudaView(self, offset_bytes, length, _plain(dtype))
 
     def cast(self, dtype: npt.DTypeLike) -> CudaView:
         """The same bytes as elements of another type. Raises ArrayError where they do not divide."""
-        kind = np.dtype(dtype)
+        kind = _plain(dtype)
         if self.nbytes % kind.itemsize:
             raise ArrayError(f"{self.nbytes} bytes are no whole number of {kind} elements")
         return CudaView(self, 0, self.nbytes // kind.itemsize, kind)

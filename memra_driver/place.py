@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from memra_driver.errors import DriverError, OutOfMemory, UnsupportedError
+from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
 from memra_driver.layout import DTYPE_NAMES
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
@@ -223,14 +223,14 @@ def read_bytes(plane: Any, n_bytes: int) -> bytes:
 
 
 def run_actions(actions: Iterable[Action], taint: Callable[[], None]) -> None:
-    """Runs the actions in order. A failure after the first leaves a change half made: taint() is called."""
+    """Runs the actions in order. What fails after the first, or is interrupted, leaves a change half made: taint()."""
     done = False
     try:
         for action in actions:
             action()
             done = True
     except BaseException as error:
-        if done:
+        if done or not isinstance(error, MemraError):
             taint()
             if isinstance(error, DriverError):
                 error.add_note("the cache is tainted: reset(), close(), or rollback(accept_len=0) to a valid snapshot")

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+
 from memra_driver import layout
 from memra_driver.config import ModelConfig
-from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, SnapshotError, StateError
+from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, MemraError, SnapshotError, StateError
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, StepOp
 from memra_driver.place import Key
@@ -33,6 +35,12 @@ class At(NamedTuple):
     seqs: Any
     n_seqs: int
     health: Any
+
+
+def _shape(plane: Any) -> tuple[Any, ...]:
+    """Elements, dtype and device of a slice, as far as it has them."""
+    dtype = getattr(plane, "dtype", None)
+    return getattr(plane, "len", None), None if dtype is None else np.dtype(dtype), getattr(plane, "device", None)
 
 
 class CacheRules:
@@ -57,7 +65,10 @@ class CacheRules:
     @property
     def state(self) -> CacheState:
         """What the cache allows now."""
-        return CacheState(self._c.state)
+        try:
+            return CacheState(self._c.state)
+        except ValueError:
+            raise StateError(f"state is {self._c.state} in the C struct, which is none of enum memra_state") from None
 
     @property
     def recording(self) -> Graph | None:
@@ -141,14 +152,11 @@ class CacheRules:
 
     def check_shapes(self, what: str, snap: CacheSnapshot) -> None:
         """A snapshot's fields may have been assigned; they must still fit the layers that they speak of."""
-        wanted = {
-            "conv": [None if layer is None else layer.conv_state.len for layer in self.recur],
-            "ssm": [None if layer is None else layer.ssm_state.len for layer in self.recur],
-        }
-        for name, lens in wanted.items():
-            found = [None if kept is None else kept.len for kept in getattr(snap, name)]
-            if found != lens:
-                raise SnapshotError(f"{what}: shape mismatch ({name}): {found} elements, the layers have {lens}")
+        for name, plane in (("conv", "conv_state"), ("ssm", "ssm_state")):
+            wanted = [None if layer is None else _shape(getattr(layer, plane)) for layer in self.recur]
+            found = [None if kept is None else _shape(kept) for kept in getattr(snap, name)]
+            if found != wanted:
+                raise SnapshotError(f"{what}: shape mismatch ({name}): {found}, the layers have {wanted}")
         if [saved is None for saved in snap.kv_len] != [layer is None for layer in self.kv]:
             raise SnapshotError(f"{what}: kv_len {snap.kv_len} names other layers than those with K/V")
         if not all(0 <= number <= self.max_ctx for number in (snap.pos, *filter(None, snap.kv_len))):
@@ -216,9 +224,17 @@ class CacheRules:
                 f"layer {il}: len is {layer.len}, pos is {self.pos}: nobody wrote rows {layer.len} .. {self.pos - 1};"
                 " set len or roll back"
             )
-        yield layer
-        layer._c.step_ops |= op
-        self._c.step_rows = rows
+        try:
+            yield layer
+            if not self.step_rows and self.state is CacheState.READY and self.recording is None:
+                cast("Cache", self).give_up(self.pos)  # rows from pos on are new, whatever stood there
+            layer._c.step_ops |= op
+            self._c.step_rows = rows
+        except MemraError:
+            raise  # the driver took nothing
+        except BaseException:
+            self.taint()  # interrupted: whether the device has it, nobody knows
+            raise
         graph = self.recording
         if graph is not None:
             graph.note(cast("Cache", self), need)

@@ -39,11 +39,11 @@ class OpTimes:
         if self.e.recording is not None:
             yield
             return
-        self.bytes.setdefault(name, []).append(n_bytes)
         if not isinstance(self.e, CudaDev):
             begin = time.perf_counter()
             yield
             self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+            self.bytes.setdefault(name, []).append(n_bytes)
             return
         if self._ahead is None:
             self._ahead = self.e.uninit(AHEAD_BYTES // 4)
@@ -53,6 +53,7 @@ class OpTimes:
         self.e.stream.record(begin_event)
         yield
         self.e.stream.record(end_event)
+        self.bytes.setdefault(name, []).append(n_bytes)
         self._pending.append((name, begin_event, end_event))
 
     def settle(self) -> None:
