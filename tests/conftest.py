@@ -17,6 +17,7 @@ import gpu_results
 import numpy as np
 import pytest
 import standin as standin_module
+from checks import close
 
 MISUSE = (
     "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it"
@@ -134,6 +135,16 @@ def dev(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
 def cuda(make_dev: MakeDev) -> Any:
     """A CudaDev: on the stand-in, or with --gpu on the GPU."""
     return make_dev("cuda")
+
+
+@pytest.fixture
+def as_recorded(request: pytest.FixtureRequest, cuda: Any) -> Callable[[Any, Any], bool]:
+    """as_recorded(got, expected): the vectors' own bits where they were recorded, sm_90 with CUDA 13.0; else nearly."""
+    from memra_driver import nvrtc
+
+    if request.config.getoption("--gpu") and cuda.context.arch == "sm_90" and nvrtc.version() == (13, 0):
+        return lambda got, expected: got.tobytes() == expected.tobytes()
+    return close
 
 
 @pytest.fixture
