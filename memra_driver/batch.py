@@ -12,7 +12,7 @@ from memra_driver.errors import ConfigError, DeviceMismatch, StateError
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import CacheState, SeqC, StepOp
 from memra_driver.memory import Closing
-from memra_driver.place import has_kernels
+from memra_driver.place import has_kernels, run_actions
 from memra_driver.rules import At
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class CacheBatch(Closing):
             member.check_advance(n)
         if n == 0:
             return
-        e.launch("advance_batch", self.seqs(0), self.batch, n, None, 0)
+        seqs = self.seqs(0)
+        run_actions([lambda: e.launch("advance_batch", seqs, self.batch, n, None, 0)], self._taint)
         for member in self.members:
             member.advanced(n)
 
@@ -153,3 +154,7 @@ class CacheBatch(Closing):
             at |= {"conv_state": recur.conv_state.ptr, "ssm_state": state.ptr}
         at |= {"pos_d": member.pos_d(il).ptr, "health": member.health_d(il).ptr, "max_ctx": member.max_ctx}
         return [at[name] for name in FIELDS]
+
+    def _taint(self) -> None:
+        for member in self.members:
+            member.taint()

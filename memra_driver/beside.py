@@ -102,6 +102,9 @@ class CacheBeside(CacheRules):
             raise DeviceMismatch(f"layer {il} does not live on {e!r}")
         if rows > sink.t:
             raise CapacityError(f"{rows} rows to tap; the sink was armed for {sink.t}")
+        graph = self.recording
+        if graph is not None:
+            graph.move_of(cast("CacheClock", self)).taps = sink
         return sink, sink.layer_ids.index(il)
 
     # The error record.

@@ -130,6 +130,7 @@ class CacheClock(CacheBeside):
         self.check_replayable("replayed", move.need + move.tokens * (launches - 1) if launches else 0)
         if not launches:
             return
+        move.check_taps()
         begin = self.pos
         if self.state is CacheState.READY:
             self.give_up(begin)

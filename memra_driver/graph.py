@@ -20,6 +20,7 @@ from memra_driver.memory import Closing
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
     from memra_driver.clock import CacheClock
+    from memra_driver.layers import DflashTapSink
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Clock:
         return cls(cache.pos, lens, cache.state, cache.logits_at)
 
     def put(self, cache: CacheClock) -> None:
+        if cache.state is CacheState.CLOSED:
+            return
         cache.end_step(self.pos)
         cache.set_state(self.state)
         cache.keep_logits(self.logits_at)
@@ -57,6 +60,22 @@ class Move:
     unsettles: bool = False
     parks: bool = False
     logits_at: int | None = None  # of a launch that parks: so far behind where it starts; None: not kept
+    taps: DflashTapSink | None = None  # the sink that a launch writes to
+
+    def check_taps(self) -> None:
+        """The sink that was recorded must be armed: the same layers in the same slots of the same buffer."""
+        taken, armed = self.taps, self.cache.dflash_taps
+        if taken is None or taken is armed:
+            return
+        if armed is None or (armed.layer_ids, armed.hidden, armed.buf.ptr) != (
+            taken.layer_ids,
+            taken.hidden,
+            taken.buf.ptr,
+        ):
+            now = "none are armed" if armed is None else f"{armed.layer_ids} are armed"
+            raise StateError(f"graph launch: it was captured with taps {taken.layer_ids}, and {now}; capture it again")
+        if armed.t < taken.t:
+            raise StateError(f"graph launch: it was captured with taps of {taken.t} rows, and {armed.t} are armed")
 
 
 class Graph(Closing):
@@ -106,6 +125,7 @@ class Graph(Closing):
             raise StateError("graph launch: a batch that it recorded is closed")
         for move in self.moves:
             move.cache.check_replayable("graph launch", move.need)
+            move.check_taps()
         for move in self.moves:
             move.cache.prepare_replay(self.e)
         try:
@@ -121,6 +141,7 @@ class Graph(Closing):
         """The capture has ended: learns how far each cache moved and puts the host's clock back."""
         self._recording = False
         unfinished = [move for move in self.moves if move.cache.step_rows or move.cache.open_round is not None]
+        spoiled = [move for move in self.moves if move.cache.state in (CacheState.TAINTED, CacheState.CLOSED)]
         for move in self.moves:
             cache, begin = move.cache, move.begin
             move.tokens = cache.pos - begin.pos
@@ -131,6 +152,8 @@ class Graph(Closing):
             if cache.open_round is not None:
                 cache.open_round.over()
             begin.put(cache)
+        if spoiled:
+            raise StateError("a cache was closed or an operation interrupted inside the capture; it is given up")
         if unfinished:
             raise StateError("a step or a round is open at the end of the capture; advance or commit inside it")
 

@@ -11,6 +11,7 @@ from caches import POLICY, Feed, attention_only, tiny
 from standin import StandIn
 
 from memra_driver import ops, reference
+from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache, CacheState
 from memra_driver.errors import ArrayError, DeviceMismatch, SnapshotError, StateError
 from memra_driver.kvdev import CudaDev
@@ -120,3 +121,64 @@ def test_kernels_of_a_device_that_is_dropped_are_unloaded(standin: StandIn) -> N
 def test_a_stream_of_another_device_is_refused(make_dev: Any) -> None:
     with pytest.raises(DeviceMismatch, match=r"stream given is of cuda:0, not of cuda:1"):
         CudaDev(1, make_dev("cuda", 0).stream)
+
+
+def test_a_cache_closed_inside_a_capture_stays_closed_and_the_graph_is_given_up(dev: Any) -> None:
+    cache = Cache.new(dev, attention_only(1), 8, policy=POLICY)
+    rows = dev.zeros(128)
+
+    def capture() -> None:
+        with dev.capture() as graph:
+            ops.append_kv(dev, cache, 0, rows, rows)
+            cache.advance(dev, 1)
+            cache.close()
+        graph.launch()
+
+    with pytest.raises(StateError, match="given up"):
+        capture()
+    assert cache.state is CacheState.CLOSED
+    rows.close()
+
+
+def test_an_interrupted_operation_inside_a_capture_gives_the_graph_up(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = type(host).launch
+
+    def interrupt(self: Any, *args: Any) -> None:
+        launch(self, *args)
+        raise KeyboardInterrupt
+
+    with Cache.new(host, attention_only(1), 8, policy=POLICY) as cache:
+        rows = np.ones((1, 128), np.float32)
+
+        def capture() -> None:
+            with host.capture():
+                ops.append_kv(host, cache, 0, rows, rows)
+                cache.advance(host, 1)
+                with monkeypatch.context() as patch:
+                    patch.setattr(type(host), "launch", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        ops.append_kv(host, cache, 0, rows, rows)
+
+        with pytest.raises(StateError, match="given up"):
+            capture()
+        assert (cache.state, cache.pos) == (CacheState.READY, 0)  # nothing of it ran
+        ops.append_kv(host, cache, 0, rows, rows)
+        cache.advance(host, 1)
+
+
+def test_an_interrupted_advance_of_a_batch_taints_its_members(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = type(host).launch
+
+    def interrupt(self: Any, *args: Any) -> None:
+        launch(self, *args)
+        raise KeyboardInterrupt
+
+    with Cache.new(host, attention_only(1), 8, policy=POLICY) as cache, CacheBatch([cache]) as batch:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(host), "launch", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.advance(host, 1)
+        assert cache.state is CacheState.TAINTED
+        cache.reset(host)

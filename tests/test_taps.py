@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches import POLICY, image, put
+from caches import POLICY, image, put, tiny
 from decoding import OPTIONS, TRUE, Player, hybrid, player_on
 from standin import StandIn
 
@@ -427,3 +427,34 @@ def test_other_lanes_of_one_device_keep_their_own(dev: Any) -> None:
     assert [held(each.cache)[0, 0, 0] for each in players] == [0, 1]
     for each in players:
         each.close()
+
+
+def test_a_captured_tap_is_launched_only_into_the_slots_that_it_was_captured_with(dev: Any) -> None:
+    with Cache.new(dev, tiny(), 16, policy=POLICY) as cache:
+        residual = dev.zeros(2 * 8)
+        residual.copy_from(np.arange(16, dtype=np.float32))
+        cache.arm_taps(dev, [0, 3], 2, 8)
+        with dev.capture() as graph:
+            ops.tap_write(dev, cache, 3, residual)
+
+        def slots() -> Any:
+            assert cache.dflash_taps is not None
+            return cache.dflash_taps.buf.to_numpy().reshape(2, 2, 8)
+
+        graph.launch()
+        assert np.array_equal(slots()[:, 1], np.arange(16).reshape(2, 8))
+        before = slots().tobytes()
+        for layer_ids, t in (([3, 0], 2), ([0, 2], 2), ([0, 3], 1)):
+            cache.arm_taps(dev, layer_ids, t, 8)
+            with pytest.raises(StateError, match="captured with taps"):
+                graph.launch()
+        cache.disarm_taps()
+        with pytest.raises(StateError, match="none are armed"):
+            graph.launch()
+        cache.arm_taps(dev, [0, 3], 2, 8)  # as it was: the same slots of the same buffer
+        assert slots().tobytes() == before
+        residual.copy_from(np.full(16, 7, np.float32))
+        graph.launch()
+        assert np.array_equal(slots()[:, 1], np.full((2, 8), 7))
+        graph.close()
+        residual.close()
