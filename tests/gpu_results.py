@@ -1,4 +1,4 @@
-"""Writes tests/gpu/results/<device name>.json after a run with --gpu: what passed where."""
+"""Writes tests/gpu/results/<device name>.json after a whole run with --gpu: what passed where."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ class GpuResults:
             self.counts["passed"] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not sum(self.counts.values()):
-            return
+        asked = session.config.option
+        whole = [str(TESTS)] == [str(Path(arg).resolve()) for arg in session.config.args]
+        if not sum(self.counts.values()) or not whole or asked.keyword or asked.markexpr:
+            return  # a part of the tests is no evidence for the whole
         try:
             machine = _machine()
         except MemraError as error:
