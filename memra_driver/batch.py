@@ -88,6 +88,8 @@ class CacheBatch(Closing):
 
     def layer(self, e: Any, il: int, op: StepOp) -> KvLayer | RecurLayer:
         """Layer il of the first sequence: the geometry of all."""
+        for i, member in enumerate(self.members):
+            member.check_open(f"batch, sequence {i}")
         return self.members[0].layer(e, il, op)
 
     def at(self, il: int) -> At:

@@ -25,12 +25,47 @@ if TYPE_CHECKING:
 class CacheBeside(CacheRules):
     """Parked logits, tap sink and error record of a cache; `Cache` builds on it."""
 
-    last_logits_dev: Any = None
-    dflash_taps: DflashTapSink | None = None
     _lazy: dict[tuple[str, int], Any]  # by name and device index
     _retired: list[tuple[tuple[str, int], Any]]
     logits_at: int | None = None  # the length that the sequence had with the token whose logits are parked
-    _logits: Any = None  # where they are parked
+    logits_row: Any = None  # where they are parked
+    _taps: DflashTapSink | None = None
+
+    @property
+    def last_logits_dev(self) -> Any:
+        """The parked logits, f32 of at least n_vocab, or None.
+
+        A slice of the last layer's device may be assigned: it belongs to position pos + step_rows, and the caller
+        closes it. Raises ArrayError for one that does not fit.
+        """
+        return self.logits_row if self._c.last_logits_dev.present else None
+
+    @last_logits_dev.setter
+    def last_logits_dev(self, row: Any) -> None:
+        if row is None:
+            self.hold_logits(None, None)
+            return
+        device = ordinal(self.devices[self.plan.placement[-1]])
+        _check_slice(row, "last_logits_dev", max(self.cfg.n_vocab, 1), device)
+        self.hold_logits(row, self.pos + self.step_rows)
+
+    @property
+    def dflash_taps(self) -> DflashTapSink | None:
+        """The armed sink, or None.
+
+        A sink over the caller's own buffer may be assigned; the caller closes the buffer. Raises ConfigError,
+        ArrayError, DeviceMismatch for one that does not fit.
+        """
+        return self._taps if self._c.dflash_taps.present else None
+
+    @dflash_taps.setter
+    def dflash_taps(self, sink: DflashTapSink | None) -> None:
+        if sink is None:
+            self._taps, self._c.dflash_taps.present = None, 0
+            return
+        e = self._check_taps(sink.layer_ids, sink.t, sink.hidden)
+        _check_slice(sink.buf, "dflash_taps.buf", sink.t * len(sink.layer_ids) * sink.hidden, ordinal(e))
+        self._hold_taps(sink, ordinal(e))
 
     def park_logits(self, e: Any, row: Any) -> None:
         """Copies one row of n_vocab f32 into `last_logits_dev`, in stream order; e is the last layer's device.
@@ -46,12 +81,10 @@ class CacheBeside(CacheRules):
         source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), ordinal(e), rows=1, out=False)
         kept = self._plane_beside("logits", e, self.cfg.n_vocab)
         e.copy_bytes(kept.ptr, source.ptr, source.nbytes)
-        layout.put_slice(self._c.last_logits_dev.slice, kept, ordinal(e))
-        self._logits = kept
-        self.keep_logits(self.pos + self.step_rows)
+        self.hold_logits(kept, self.pos + self.step_rows)
         graph = self.recording
         if graph is not None:
-            graph.move_of(cast("CacheClock", self)).parks = True
+            graph.move_of(cast("CacheClock", self)).parked = kept
 
     def take_logits(self, e: Any) -> Any:
         """The parked logits as a slice, or None; they stay parked. Waits for nothing."""
@@ -67,27 +100,14 @@ class CacheBeside(CacheRules):
         """
         self.check_state("arm_taps", CacheState.READY, CacheState.PENDING_REPLAY)
         ids, t, hidden = [operator.index(il) for il in layer_ids], operator.index(t), operator.index(hidden)
-        for il in ids:
-            if not 0 <= il < self.cfg.n_layer:
-                raise ConfigError(f"tap of layer {il}; layers are 0 .. {self.cfg.n_layer - 1}")
-        if not ids or len(set(ids)) < len(ids):
-            raise ConfigError(f"taps {ids}: at least one layer, and each once")
-        if t < 1 or hidden < 1:
-            raise ConfigError(f"taps of {t} rows of {hidden}; at least 1 each")
-        for il in ids:
-            if self.devices[self.plan.device_of(il)] is not e:
-                raise DeviceMismatch(f"tap layer {il} does not live on {e!r}; tap layers share one device")
+        if self._check_taps(ids, t, hidden) is not e:
+            raise DeviceMismatch(f"tap layer {ids[0]} does not live on {e!r}; tap layers share one device")
         buf = self._plane_beside("taps", e, t * len(ids) * hidden)
-        self.dflash_taps = DflashTapSink(ids, buf.view(0, t * len(ids) * hidden), hidden, t)
-        self._tap_ids = (ctypes.c_int32 * len(ids))(*ids)
-        sink = self._c.dflash_taps
-        sink.present, sink.n_taps, sink.layer_ids, sink.hidden, sink.t = 1, len(ids), self._tap_ids, hidden, t
-        layout.put_slice(sink.buf, self.dflash_taps.buf, ordinal(e))
+        self._hold_taps(DflashTapSink(ids, buf.view(0, t * len(ids) * hidden), hidden, t), ordinal(e))
 
     def disarm_taps(self) -> DflashTapSink | None:
         """Takes the sink out and returns it; its buffer is written again after the next arm_taps."""
         sink, self.dflash_taps = self.dflash_taps, None
-        self._c.dflash_taps.present = 0
         return sink
 
     def tap_slot(self, e: Any, il: int, rows: int) -> tuple[DflashTapSink, int]:
@@ -140,8 +160,34 @@ class CacheBeside(CacheRules):
     def keep_logits(self, at: int | None) -> None:
         """The logits in the buffer belong to the length `at`; None: they are forgotten, and the buffer stays."""
         self.logits_at = at
-        self.last_logits_dev = None if at is None else self._logits
         self._c.last_logits_dev.present = int(at is not None)
+
+    def hold_logits(self, row: Any, at: int | None) -> None:
+        """The logits in `row` belong to the length `at`; None: to none."""
+        if at is not None:
+            layout.put_slice(self._c.last_logits_dev.slice, row, ordinal(self.devices[self.plan.placement[-1]]))
+        self.logits_row = row
+        self.keep_logits(at)
+
+    def _check_taps(self, ids: Sequence[int], t: int, hidden: int) -> Any:
+        """The device that layers `ids` share."""
+        for il in ids:
+            if not 0 <= il < self.cfg.n_layer:
+                raise ConfigError(f"tap of layer {il}; layers are 0 .. {self.cfg.n_layer - 1}")
+        if not ids or len(set(ids)) < len(ids):
+            raise ConfigError(f"taps {list(ids)}: at least one layer, and each once")
+        if t < 1 or hidden < 1:
+            raise ConfigError(f"taps of {t} rows of {hidden}; at least 1 each")
+        at = {self.plan.device_of(il) for il in ids}
+        if len(at) > 1:
+            raise DeviceMismatch(f"tap layers {list(ids)} live on devices {sorted(at)}; tap layers share one device")
+        return self.devices[at.pop()]
+
+    def _hold_taps(self, sink: DflashTapSink, device: int) -> None:
+        self._taps, c = sink, self._c.dflash_taps
+        self._tap_ids = (ctypes.c_int32 * len(sink.layer_ids))(*sink.layer_ids)
+        c.present, c.n_taps, c.layer_ids, c.hidden, c.t = 1, len(sink.layer_ids), self._tap_ids, sink.hidden, sink.t
+        layout.put_slice(c.buf, sink.buf, device)
 
     def _plane_beside(self, name: str, e: Any, n: int) -> Any:
         """The reserved plane, or one allocated now; a larger one replaces it."""
@@ -165,3 +211,10 @@ class CacheBeside(CacheRules):
             raise DeviceMismatch(f"{what}: logits live on the last layer's device, {last!r}, not on {e!r}")
         if not hasattr(e, "copy_bytes"):
             raise ArrayError(f"{e!r} copies by its seven operations only")
+
+
+def _check_slice(value: Any, name: str, length: int, device: int) -> None:
+    """What a caller may put into the cache: an open f32 slice of at least `length` elements on `device`."""
+    found = operand(value, name, (), (np.float32,), device, rows=None, out=True)
+    if found.len < length:
+        raise ArrayError(f"{name} has {found.len} elements; it takes at least {length}")

@@ -130,18 +130,17 @@ class CacheClock(CacheBeside):
         self.check_replayable("replayed", move.need + move.tokens * (launches - 1) if launches else 0)
         if not launches:
             return
-        move.check_taps()
+        move.check()
         begin = self.pos
         if self.state is CacheState.READY:
             self.give_up(begin)
         self.drop_unsure_logits()
-        if move.parks:
+        if move.parked is not None:
             last = begin + move.tokens * (launches - 1)
-            self.keep_logits(None if move.logits_at is None else last + move.logits_at)
+            self.hold_logits(move.parked, None if move.logits_at is None else last + move.logits_at)
         self.end_step(self.pos + move.tokens * launches)
         for il in move.appended:
-            layer = self.kv_layer(il)
-            layer.len = max(layer.len, self.pos)
+            self.kv_layer(il).len = self.pos
         if move.unsettles:
             self.unsettle(begin)
 

@@ -31,18 +31,19 @@ class Clock:
     lens: list[int | None]
     state: CacheState
     logits_at: int | None
+    logits_row: Any
 
     @classmethod
     def of(cls, cache: CacheClock) -> Clock:
         lens = [None if layer is None else layer.len for layer in cache.kv]
-        return cls(cache.pos, lens, cache.state, cache.logits_at)
+        return cls(cache.pos, lens, cache.state, cache.logits_at, cache.logits_row)
 
     def put(self, cache: CacheClock) -> None:
         if cache.state is CacheState.CLOSED:
             return
         cache.end_step(self.pos)
         cache.set_state(self.state)
-        cache.keep_logits(self.logits_at)
+        cache.hold_logits(self.logits_row, self.logits_at)
         for layer, length in zip(cache.kv, self.lens, strict=True):
             if layer is not None and length is not None:
                 layer.len = length
@@ -50,7 +51,7 @@ class Clock:
 
 @dataclass
 class Move:
-    """What one launch does to a cache: pos moves by `tokens`; the layers of `appended` stand at least there."""
+    """What one launch does to a cache: pos moves by `tokens`, and the layers of `appended` then stand there."""
 
     cache: CacheClock
     begin: Clock
@@ -58,12 +59,18 @@ class Move:
     tokens: int = 0
     appended: frozenset[int] = frozenset()
     unsettles: bool = False
-    parks: bool = False
+    parked: Any = None  # where a launch parks logits
     logits_at: int | None = None  # of a launch that parks: so far behind where it starts; None: not kept
     taps: DflashTapSink | None = None  # the sink that a launch writes to
 
-    def check_taps(self) -> None:
-        """The sink that was recorded must be armed: the same layers in the same slots of the same buffer."""
+    def check(self) -> None:
+        """The layers that are appended to stand at pos, and the sink that was recorded is armed."""
+        for il in self.appended:
+            self.cache.check_not_ahead(il)
+        self._check_taps()
+
+    def _check_taps(self) -> None:
+        """The same layers in the same slots of the same buffer."""
         taken, armed = self.taps, self.cache.dflash_taps
         if taken is None or taken is armed:
             return
@@ -125,7 +132,7 @@ class Graph(Closing):
             raise StateError("graph launch: a batch that it recorded is closed")
         for move in self.moves:
             move.cache.check_replayable("graph launch", move.need)
-            move.check_taps()
+            move.check()
         for move in self.moves:
             move.cache.prepare_replay(self.e)
         try:
@@ -147,7 +154,7 @@ class Graph(Closing):
             move.tokens = cache.pos - begin.pos
             now = [None if layer is None else layer.len for layer in cache.kv]
             move.appended = frozenset(il for il, length in enumerate(now) if length != begin.lens[il])
-            if move.parks and cache.logits_at is not None:
+            if move.parked is not None and cache.logits_at is not None:
                 move.logits_at = cache.logits_at - begin.pos
             if cache.open_round is not None:
                 cache.open_round.over()

@@ -231,6 +231,7 @@ def attend(
 
 def tap_write(e: Any, cache: Cache, il: int, residual: Any) -> None:
     """Keeps the residual stream after layer il: residual [T, hidden] to rows 0 .. T-1 of its slot in the armed sink."""
+    cache.check_open("tap_write")
     sink = cache.dflash_taps
     source = _rows(e, cache, residual, "residual", (1 if sink is None else sink.hidden,))
     rows = source.len // (1 if sink is None else sink.hidden)

@@ -38,7 +38,6 @@ class Round:
         if not 1 <= width <= limit:
             raise ConfigError(f"a round of width {width}; the cache was built with CacheOptions(round_width={limit})")
         self.cache, self.e, self.width = cache, e, width
-        self._lens: dict[int, int] = {}
         self._open = False
 
     def __enter__(self) -> Self:
@@ -51,7 +50,6 @@ class Round:
         if cache.open_round is not None:
             raise StateError("a round is open already")
         cache.check_lengths()
-        self._lens = {il: layer.len for il, layer in enumerate(cache.kv) if layer is not None}
         self._open, cache.open_round = True, self
         return self
 
@@ -92,7 +90,7 @@ class Round:
             if accept_len == rows and not in_place and layer.step_ops & StepOp.SCAN:
                 swaps.append(layer)
         end = cache.pos + accept_len
-        lens = {il: max(self._lens[il], end) for il in self._took_part()}
+        lens = dict.fromkeys(self._took_part(), end)
         actions += cache.commit_actions(None, accept_len, rows, lens, end)
         self._run(actions)
         for layer in swaps:
@@ -113,7 +111,7 @@ class Round:
         for il, layer in self._recurrent():
             actions += self._commit_layer(layer.owner, il, layer, count, 0, rows, swap=False)
         end = cache.pos + rows  # the most it can be; settle brings what it is
-        lens = {il: max(self._lens[il], end) for il in self._took_part()}
+        lens = dict.fromkeys(self._took_part(), end)
         actions += cache.commit_actions(count, 0, rows, lens, end)
         self._run(actions)
         begin = cache.pos
@@ -126,7 +124,7 @@ class Round:
         self._check_open()
         cache = self.cache
         cache.check_recording("the end of a round")
-        lens = {il: self._lens[il] for il in self._took_part()}
+        lens = dict.fromkeys(self._took_part(), cache.pos)  # where they stood, or append had refused
         if cache.step_rows:
             self._run(cache.commit_actions(None, 0, cache.step_rows, lens, cache.pos))
         self._finish(lens, cache.pos)
@@ -153,7 +151,8 @@ class Round:
         return [(il, layer) for il, layer in enumerate(self.cache.recur) if layer is not None and layer.step_ops]
 
     def _took_part(self) -> list[int]:
-        return [il for il in self._lens if self.cache.kv_layer(il).step_ops & StepOp.APPEND]
+        layers = enumerate(self.cache.kv)
+        return [il for il, layer in layers if layer is not None and layer.step_ops & StepOp.APPEND]
 
     def _rows(self) -> int:
         self._check_open()

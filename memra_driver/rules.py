@@ -140,6 +140,15 @@ class CacheRules:
             if layer is not None:
                 self.check_length(f"layer {il}: len", layer.len)
 
+    def check_not_ahead(self, il: int) -> None:
+        """Rounds and captures set len_d to the position where they end: rows that stand above pos would be lost."""
+        length = self.kv_layer(il).len
+        if length > self.pos:
+            raise StateError(
+                f"layer {il}: len is {length}, pos is {self.pos}: a round or a recorded step would give up rows"
+                f" {self.pos} .. {length - 1}; set len to pos, then sync_d"
+            )
+
     def check_length(self, name: str, value: int) -> None:
         if not 0 <= value <= self.max_ctx:
             raise StateError(f"{name} is {value}; it must lie in 0 .. {self.max_ctx}")
@@ -224,6 +233,8 @@ class CacheRules:
                 f"layer {il}: len is {layer.len}, pos is {self.pos}: nobody wrote rows {layer.len} .. {self.pos - 1};"
                 " set len or roll back"
             )
+        if isinstance(layer, KvLayer) and (self.open_round is not None or self.recording is not None):
+            self.check_not_ahead(il)
         try:
             yield layer
             if not self.step_rows and self.state is CacheState.READY and self.recording is None:
@@ -262,6 +273,7 @@ class CacheRules:
 
     def layer(self, e: Any, il: int, op: StepOp) -> KvLayer | RecurLayer:
         """Layer il, of the kind that op works on, after checking that e owns it."""
+        self.check_open(f"layer {il}")
         if not 0 <= il < self.cfg.n_layer:
             raise ConfigError(f"layer {il}; layers are 0 .. {self.cfg.n_layer - 1}")
         found = self.kv[il] if op is StepOp.APPEND else self.recur[il]

@@ -29,7 +29,7 @@ def _commit() -> str | None:
     return run.stdout.strip() or None
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     from memra_driver import driver, nvrtc
 
     driver.init()
@@ -64,17 +64,17 @@ class GpuResults:
         if not sum(self.counts.values()) or not whole or asked.keyword or asked.markexpr:
             return  # a part of the tests is no evidence for the whole
         try:
-            machine = _machine()
+            about = machine()
         except MemraError as error:
             print(f"\nno results file: {error}")
             return
         results = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **machine,
+            **about,
             **{outcome: self.counts[outcome] for outcome in ("passed", "failed", "skipped")},
             "failures": self.failures,
         }
         folder = TESTS / "gpu" / "results"
         folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9.-]+", "-", machine["device"])
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", about["device"])
         (folder / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")

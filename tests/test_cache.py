@@ -338,7 +338,7 @@ def test_reset_zeroes_ring_states_and_counters_and_leaves_the_kv_bytes(dev: Any)
         feed.step(3)
         feed.step(1, advance=False)  # an odd number of swaps, and a step open
         kv = cache.kv[3].k.to_numpy()
-        cache.last_logits_dev, cache.dflash_taps = object(), DflashTapSink([0], None, 1, 1)
+        cache.last_logits_dev, cache.dflash_taps = dev.zeros(50), DflashTapSink([0], dev.zeros(1), 1, 1)
         cache.reset(dev)
         for state in filter(None, cache.recur):
             for plane in (state.conv_state, state.ssm_state, state.ssm_state_alt):

@@ -66,6 +66,31 @@ def refused(cache: Cache, calls: Sequence[tuple[type[Exception], str, Callable[[
         assert image(cache) == before
 
 
+def test_rows_above_pos_are_not_given_up_by_a_launch(player: Player) -> None:
+    """A recorded step leaves len_d where it ends, so a layer that was assigned more is refused, there and at launch."""
+    begin(player, 1)
+    cache, e, lane = player.cache, player.e, player.lane(1)
+    layer = cache.kv[3]
+    graph = captured_step(player)
+    assert [sorted(move.appended) for move in graph.moves] == [[1, 3]]
+    layer.len = 5
+    cache.sync_d(e)
+    text = r"layer 3: len is 5, pos is 3: .* a recorded step would give up rows 3 \.\. 4"
+    refused(cache, [(StateError, text, graph.launch), (StateError, text, lambda: cache.replayed(graph, 1))])
+    with e.capture() as partial:
+        lane.run(cache, [0, 1, 2])
+        with pytest.raises(StateError, match=text):
+            lane.run(cache, [3])
+        cache.advance(e)
+    assert [sorted(move.appended) for move in partial.moves] == [[1]]
+    layer.len = 3
+    cache.sync_d(e)
+    launch(player, graph)
+    player.check()
+    graph.close()
+    partial.close()
+
+
 # Inside a capture
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from caches import POLICY, tiny
 
 from memra_driver import ops
+from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache
+from memra_driver.errors import StateError
 from memra_driver.health import Fault, FaultCount
 
 LAYER, POS = 5, 4
@@ -61,3 +64,30 @@ def test_eps_and_scale_are_those_of_the_caller(dev: Any, rng: np.random.Generato
         along = (unit[0, of] * unit[1, of]).sum(axis=1, keepdims=True)
         want = 1.5 * v.to_numpy().reshape(heads, size) * along
         np.testing.assert_allclose(out.to_numpy().reshape(heads, size), want, atol=1e-4)
+
+
+def test_every_operation_on_a_closed_cache_says_that_it_is_closed(dev: Any) -> None:
+    cache = Cache.new(dev, tiny(), 16, policy=POLICY)
+    other = Cache.new(dev, tiny(), 16, policy=POLICY)
+    batch = CacheBatch([other, cache])
+    cache.close()
+    row = dev.zeros(1)
+    for member in (cache, batch):
+        for call in (
+            lambda c: ops.append_kv(dev, c, 3, row, row),
+            lambda c: ops.conv_update(dev, c, LAYER, row, row, row),
+            lambda c: ops.gdn_prep(dev, c, LAYER, *[row] * 10, eps=1e-6),
+            lambda c: ops.gdn_scan(dev, c, LAYER, *[row] * 6, scale=1.0),
+            lambda c: ops.attend(dev, c, 3, row, row, scale=1.0),
+            lambda c: c.advance(dev, 1),
+        ):
+            with pytest.raises(StateError, match="the cache is closed"):
+                call(member)
+    for call in (
+        lambda: ops.dequant_kv(dev, cache, 3, 0, 0, row, row), lambda: ops.tap_write(dev, cache, 0, row),
+        lambda: cache.park_logits(dev, row), lambda: cache.take_logits(dev), lambda: cache.arm_taps(dev, [0], 1, 8),
+    ):  # fmt: skip
+        with pytest.raises(StateError, match="the cache is closed"):
+            call()
+    batch.close()
+    other.close()

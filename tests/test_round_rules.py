@@ -145,6 +145,24 @@ def test_a_count_must_be_one_i32_of_the_caches_device(player: Player) -> None:
     player.check()
 
 
+def test_a_layer_whose_rows_stand_above_pos_takes_no_part_in_a_round(player: Player) -> None:
+    cache, e = player.cache, player.e
+    player.step(TRUE, TRUE)
+    layer = cache.kv[3]
+    assert layer is not None
+    layer.len = 4
+    cache.sync_d(e)
+    lane = player.lane(1).fill((2, [TRUE]))
+    text = r"layer 3: len is 4, pos is 2: a round .* would give up rows 2 \.\. 3; set len to pos"
+    with Round(cache, e, width=WIDTH) as r:
+        lane.run(cache, [0, 1, 2])  # the others do
+        refused(cache, [(StateError, text, lambda: lane.run(cache, [3]))])
+        r.commit(1)
+    assert device_counters(cache) == ({1: 3, 3: 4}, {3})
+    layer.len = 2
+    cache.sync_d(e)
+
+
 # Rollback, reset and close inside
 
 

@@ -14,6 +14,7 @@ from standin import StandIn
 from memra_driver import ops
 from memra_driver.cache import Cache
 from memra_driver.errors import ArrayError, CapacityError, ConfigError, DeviceMismatch, DriverError, StateError
+from memra_driver.layers import DflashTapSink
 from memra_driver.plan import CacheOptions
 
 MakeDev = Callable[..., Any]
@@ -131,6 +132,90 @@ def test_what_cannot_be_tapped_is_refused(dev: Any, player: Player, make_dev: Ma
     assert (cache.dflash_taps, cache.as_c().contents.dflash_taps.present) == (None, 0)
     with pytest.raises(StateError, match="no taps are armed"):
         ops.tap_write(dev, cache, 0, row)
+
+
+def test_an_assigned_sink_is_armed_for_python_and_for_c(dev: Any, player: Player) -> None:
+    cache = player.cache
+    mine = dev.uninit(2 * 2 * HIDDEN)
+    sink = DflashTapSink([3, 0], mine, HIDDEN, 2)
+    cache.dflash_taps = sink
+    c = cache.as_c().contents.dflash_taps
+    assert (c.present, c.n_taps, list(c.layer_ids[:2]), c.hidden, c.t) == (1, 2, [3, 0], HIDDEN, 2)
+    assert (c.buf.ptr, c.buf.len) == (mine.ptr, mine.len)
+    tap_all(dev, cache, 2, 6)
+    for slot, il in enumerate((3, 0)):
+        np.testing.assert_array_equal(held(cache)[:, slot], after(il, 2, 6))
+    c.present = 0  # as a C caller disarms
+    assert cache.dflash_taps is None
+    c.present = 1
+    assert cache.disarm_taps() is sink
+    assert (cache.dflash_taps, c.present) == (None, 0)
+    cache.dflash_taps = sink
+    cache.dflash_taps = None
+    assert c.present == 0
+
+
+def test_a_sink_that_does_not_fit_is_not_assigned(dev: Any, player: Player) -> None:
+    cache = player.cache
+    cache.arm_taps(dev, [1], 1, HIDDEN)
+    sink, before = cache.dflash_taps, bytes(cache.as_c().contents.dflash_taps)
+    closed = dev.uninit(HIDDEN)
+    closed.close()
+    for error, ids, buf, hidden, t in (
+        (ConfigError, [4], dev.zeros(HIDDEN), HIDDEN, 1),
+        (ConfigError, [], dev.zeros(HIDDEN), HIDDEN, 1),
+        (ConfigError, [1, 1], dev.zeros(HIDDEN), HIDDEN, 1),
+        (ConfigError, [1], dev.zeros(HIDDEN), HIDDEN, 0),
+        (ArrayError, [1], dev.zeros(2 * HIDDEN - 1), HIDDEN, 2),
+        (ArrayError, [1], dev.alloc_u8(4 * HIDDEN), HIDDEN, 1),
+        (ArrayError, [1], None, HIDDEN, 1),
+        (StateError, [1], closed, HIDDEN, 1),
+    ):
+        with pytest.raises(error):
+            cache.dflash_taps = DflashTapSink(ids, buf, hidden, t)
+        assert cache.dflash_taps is sink
+        assert bytes(cache.as_c().contents.dflash_taps) == before
+
+
+def test_assigned_logits_are_those_that_are_taken_and_stand_for_the_position(dev: Any, player: Player) -> None:
+    cache = player.cache
+    mine, c = put(dev, np.arange(16, dtype=np.float32)), cache.as_c().contents.last_logits_dev
+    player.step(TRUE, TRUE)
+    with cache.snapshot(dev) as snap:
+        player.step(TRUE)
+        cache.last_logits_dev = mine
+        assert (c.present, c.slice.ptr, cache.logits_at) == (1, mine.ptr, 3)
+        assert cache.take_logits(dev) is mine
+        for error, row in ((ArrayError, dev.zeros(15)), (ArrayError, dev.alloc_u8(16)), (ArrayError, object())):
+            with pytest.raises(error):
+                cache.last_logits_dev = row
+            assert cache.last_logits_dev is mine
+        cache.rollback(dev, snap, 0)
+    assert (cache.last_logits_dev, c.present) == (None, 0)
+    cache.last_logits_dev = mine
+    cache.last_logits_dev = None
+    assert (cache.take_logits(dev), c.present) == (None, 0)
+    cache.park_logits(dev, mine)  # to the cache's own buffer, whatever was assigned before
+    assert cache.last_logits_dev.ptr != mine.ptr
+
+
+def test_a_launch_that_parks_brings_back_the_buffer_that_it_recorded(dev: Any, player: Player) -> None:
+    cache, mine, row = player.cache, dev.zeros(16), put(dev, np.full(16, 4, np.float32))
+    player.step(TRUE)
+    lane = player.lane(1)
+    cache.park_logits(dev, row)
+    own = cache.last_logits_dev.ptr
+    cache.last_logits_dev = mine
+    with dev.capture() as graph:
+        lane.run(cache)
+        cache.park_logits(dev, row)
+        cache.advance(dev)
+    assert cache.take_logits(dev) is mine  # nothing ran
+    graph.launch()
+    assert cache.take_logits(dev).ptr == own
+    assert cache.as_c().contents.last_logits_dev.slice.ptr == own
+    assert (cache.take_logits(dev).to_numpy() == 4).all()
+    graph.close()
 
 
 def test_arming_again_with_fewer_rows_keeps_the_address_and_with_more_keeps_the_old_buffer(

@@ -1,0 +1,128 @@
+"""Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
+
+    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [runs]      (all four when none is named)
+
+suite: `pytest --gpu tests`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer
+over `check --small`, where every plane is an allocation of its own. runs: the main job on two models. The last lines
+are a table; the exit status is 1 where anything failed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+from gpu_results import machine  # noqa: E402
+
+DEVICE = "cuda:0"
+CLI = [sys.executable, "-m", "memra_driver"]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+RUNS = (
+    ["run", "gemma4-e4b", "--ctx", "8192"],
+    ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
+)
+Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
+
+
+def called(*command: str) -> tuple[int, str]:
+    """Exit status and output of a command, which is also shown."""
+    print("$", " ".join(command), flush=True)
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip("= ") if lines else "nothing"
+
+
+def keep(kind: str, found: dict[str, Any]) -> None:
+    """Writes results/<kind>/<device>.json, headed by what was tested where."""
+    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **machine()}
+    folder = TESTS / "gpu" / "results" / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", about["device"])
+    (folder / f"{name}.json").write_text(json.dumps(about | found, indent=1) + "\n")
+
+
+def suite() -> list[Line]:
+    begin = time.monotonic()
+    status, text = called(sys.executable, "-m", "pytest", "-q", "--gpu", "tests")
+    if status:
+        print(text[-6000:])
+    return [("pytest --gpu", status == 0, last_line(text), time.monotonic() - begin)]
+
+
+def summary_of(text: str) -> dict[str, Any]:
+    """The JSON object that `check --json` printed, among what a tool added."""
+    begin, end = text.find("{\n"), text.rfind("\n}")
+    if begin < 0 or end < 0:
+        return {}
+    found: dict[str, Any] = json.loads(text[begin : end + 2])
+    return found
+
+
+def check() -> list[Line]:
+    begin = time.monotonic()
+    status, text = called(*CLI, "check", "--device", DEVICE, "--json")
+    found = summary_of(text)
+    if found:
+        keep("check", {"command": "memra-driver check --json", **found})
+    said = f"{found['checks']} checks, {found['failed']} failed" if found else text[-2000:]
+    return [("check", status == 0, said, time.monotonic() - begin)]
+
+
+def sanitizers() -> list[Line]:
+    lines, tools = [], {}
+    command = ["check", "--device", DEVICE, "--small", "--json"]
+    for tool in TOOLS:
+        begin = time.monotonic()
+        status, text = called("compute-sanitizer", "--tool", tool, "--error-exitcode", "7", *CLI, *command)
+        summary = re.findall(r"=+ (.*SUMMARY.*)", text)
+        found = summary_of(text)
+        tools[tool] = {
+            "summary": summary[-1] if summary else None, "exit_status": status,
+            "checks": found.get("checks"), "failed": found.get("failed"),
+        }  # fmt: skip
+        said = f"{tools[tool]['summary']}, {found.get('checks')} checks, {found.get('failed')} failed"
+        lines.append((tool, status == 0 and bool(summary), said, time.monotonic() - begin))
+        if status:
+            print(text[-3000:])
+    keep("sanitizers", {"command": f"compute-sanitizer --tool TOOL memra-driver {' '.join(command)}", "tools": tools})
+    return lines
+
+
+def runs() -> list[Line]:
+    lines = []
+    for command in RUNS:
+        begin = time.monotonic()
+        status, text = called(*CLI, *command, "--device", DEVICE)
+        print(text[-2500:])
+        lines.append((" ".join(command[:2]), status == 0, last_line(text), time.monotonic() - begin))
+    return lines
+
+
+def main(asked: list[str]) -> int:
+    parts = {"suite": suite, "check": check, "sanitizers": sanitizers, "runs": runs}
+    unknown = set(asked) - set(parts)
+    if unknown:
+        print(f"{sorted(unknown)} are no parts; there are {list(parts)}")
+        return 2
+    lines = [line for name, part in parts.items() if not asked or name in asked for line in part()]
+    print("\n" + "\n".join(f"{key}: {value}" for key, value in machine().items()))
+    for what, passed, said, seconds in lines:
+        print(f"{'pass' if passed else 'FAIL'}  {what:<22} {seconds:6.1f} s  {said}")
+    return 0 if all(passed for _, passed, _, _ in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
