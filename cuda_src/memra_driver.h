@@ -5,7 +5,7 @@
  * The leading fields of each struct are those of the Rust memra_kv 0.72.0 structs of the same
  * name, in their order; what follows the line "tail" is ours. C may write len and pos and may
  * exchange the two state slices of a layer; the rest is to be read. After the cache is closed
- * every ptr is stale.
+ * every ptr is stale. The functions of libmemra_driver.so are declared in memra_api.h.
  */
 #ifndef MEMRA_DRIVER_H
 #define MEMRA_DRIVER_H
@@ -41,6 +41,9 @@ enum memra_state {
 /* Bits of step_ops: what a layer has run in the open step. */
 enum memra_step_op { MEMRA_OP_APPEND = 1, MEMRA_OP_CONV = 2, MEMRA_OP_SCAN = 4 };
 
+/* Whose capture a cache takes part in; the other one's calls on it are refused until it ends. */
+enum memra_recorder { MEMRA_NOT_RECORDING = 0, MEMRA_RECORDED_BY_PYTHON = 1, MEMRA_RECORDED_BY_C = 2 };
+
 /* A run of elements in device or host memory. */
 typedef struct memra_slice {
     uint64_t ptr;    /* 0 when empty */
@@ -75,8 +78,10 @@ typedef struct memra_kv_layer {
     int32_t window;        /* keys that a query sees; 0: all before it */
     uint32_t step_ops;     /* enum memra_step_op bits of the open step */
     int32_t device_index;  /* into memra_cache.devices */
+    int32_t n_head;        /* query heads; also where present is 0: */
+    int32_t kv_source;     /* the layer whose K/V this one reads, itself or another's; -1: it attends nothing */
 } memra_kv_layer;
-MEMRA_SIZE(memra_kv_layer, 152);
+MEMRA_SIZE(memra_kv_layer, 160);
 MEMRA_FIELD(memra_kv_layer, present, 0);
 MEMRA_FIELD(memra_kv_layer, reserved, 4);
 MEMRA_FIELD(memra_kv_layer, k, 8);
@@ -95,6 +100,8 @@ MEMRA_FIELD(memra_kv_layer, head_dim_v, 136);
 MEMRA_FIELD(memra_kv_layer, window, 140);
 MEMRA_FIELD(memra_kv_layer, step_ops, 144);
 MEMRA_FIELD(memra_kv_layer, device_index, 148);
+MEMRA_FIELD(memra_kv_layer, n_head, 152);
+MEMRA_FIELD(memra_kv_layer, kv_source, 156);
 
 /* Recurrent state of one linear-attention layer. */
 typedef struct memra_recur_layer {
@@ -112,8 +119,11 @@ typedef struct memra_recur_layer {
     uint32_t step_ops;     /* enum memra_step_op bits of the open step */
     uint32_t swaps;        /* how often ssm_state and ssm_state_alt changed places */
     int32_t device_index;  /* into memra_cache.devices */
+    uint64_t home;         /* where ssm_state was born: recorded steps work there, in place */
+    uint64_t away;         /* where ssm_state_alt was born */
+    memra_slice tape;      /* f32: what a round keeps of its rows, x | q | k | v | g_log | beta; empty: no rounds */
 } memra_recur_layer;
-MEMRA_SIZE(memra_recur_layer, 112);
+MEMRA_SIZE(memra_recur_layer, 152);
 MEMRA_FIELD(memra_recur_layer, present, 0);
 MEMRA_FIELD(memra_recur_layer, reserved, 4);
 MEMRA_FIELD(memra_recur_layer, conv_state, 8);
@@ -127,6 +137,9 @@ MEMRA_FIELD(memra_recur_layer, state_size, 96);
 MEMRA_FIELD(memra_recur_layer, step_ops, 100);
 MEMRA_FIELD(memra_recur_layer, swaps, 104);
 MEMRA_FIELD(memra_recur_layer, device_index, 108);
+MEMRA_FIELD(memra_recur_layer, home, 112);
+MEMRA_FIELD(memra_recur_layer, away, 120);
+MEMRA_FIELD(memra_recur_layer, tape, 128);
 
 /* Logits of the last token, parked on the device (Rust: Option<CudaSlice<f32>>). */
 typedef struct memra_logits {
@@ -158,12 +171,74 @@ MEMRA_FIELD(memra_tap_sink, t, 48);
 
 /* What a cache keeps once per device. */
 typedef struct memra_cache_device {
-    memra_slice pos_d;   /* i32 [1]: pos on the device, constant during a step */
-    memra_slice health;  /* u8 [sizeof(memra_health)] */
+    memra_slice pos_d;     /* i32 [1]: pos on the device, constant during a step */
+    memra_slice health;    /* u8 [sizeof(memra_health)] */
+    memra_slice counters;  /* i32: len_d of its layers in layer order, then pos_d; empty where they are not packed */
+    memra_slice states;    /* f32: from the first conv_state to the last ssm_state at birth, what a snapshot keeps */
+    uint64_t stream;       /* CUstream that all its work is ordered in */
+    uint64_t handle;       /* the library's device, set by memra_cache_bind; 0: none */
+    int32_t ordinal;       /* CUDA ordinal; -1: host memory */
+    uint32_t has_arena;    /* 1: all planes are parts of one allocation, neighbours 256-byte aligned */
 } memra_cache_device;
-MEMRA_SIZE(memra_cache_device, 48);
+MEMRA_SIZE(memra_cache_device, 120);
 MEMRA_FIELD(memra_cache_device, pos_d, 0);
 MEMRA_FIELD(memra_cache_device, health, 24);
+MEMRA_FIELD(memra_cache_device, counters, 48);
+MEMRA_FIELD(memra_cache_device, states, 72);
+MEMRA_FIELD(memra_cache_device, stream, 96);
+MEMRA_FIELD(memra_cache_device, handle, 104);
+MEMRA_FIELD(memra_cache_device, ordinal, 112);
+MEMRA_FIELD(memra_cache_device, has_arena, 116);
+
+/* Why a snapshot cannot be restored. */
+enum memra_invalid {
+    MEMRA_VALID = 0,
+    MEMRA_INVALID_GIVEN_UP = 1,      /* K/V rows below its pos, from given_up on, were given up since */
+    MEMRA_INVALID_HALF_WAY = 2,      /* snapshot_into failed half way */
+    MEMRA_INVALID_CACHE_CLOSED = 3,
+    MEMRA_INVALID_CLOSED = 4
+};
+
+/* Lengths, rings and states of a cache at one position; K/V bytes are not copied. */
+typedef struct memra_snapshot {
+    int64_t *kv_len;    /* host memory, n_layer entries; -1: the layer has no K/V */
+    memra_slice *conv;  /* host memory, n_layer entries; len 0: the layer has none */
+    memra_slice *ssm;
+    int64_t pos;
+    /* tail */
+    int64_t n_layer;
+    int64_t given_up;
+    uint64_t cache_id;
+    uint64_t generation;
+    uint32_t invalid;  /* enum memra_invalid */
+    uint32_t stamps;   /* counts the times that it was brought up to now */
+    struct memra_snapshot *next;  /* of the same cache */
+} memra_snapshot;
+MEMRA_SIZE(memra_snapshot, 80);
+MEMRA_FIELD(memra_snapshot, kv_len, 0);
+MEMRA_FIELD(memra_snapshot, conv, 8);
+MEMRA_FIELD(memra_snapshot, ssm, 16);
+MEMRA_FIELD(memra_snapshot, pos, 24);
+MEMRA_FIELD(memra_snapshot, n_layer, 32);
+MEMRA_FIELD(memra_snapshot, given_up, 40);
+MEMRA_FIELD(memra_snapshot, cache_id, 48);
+MEMRA_FIELD(memra_snapshot, generation, 56);
+MEMRA_FIELD(memra_snapshot, invalid, 64);
+MEMRA_FIELD(memra_snapshot, stamps, 68);
+MEMRA_FIELD(memra_snapshot, next, 72);
+
+/* A buffer that the library allocated for a cache on first use; release frees it and the node. */
+struct memra_owned;
+typedef void (*memra_release)(struct memra_owned *owned);
+typedef struct memra_owned {
+    struct memra_owned *next;
+    memra_release release;
+    memra_slice slice;
+} memra_owned;
+MEMRA_SIZE(memra_owned, 40);
+MEMRA_FIELD(memra_owned, next, 0);
+MEMRA_FIELD(memra_owned, release, 8);
+MEMRA_FIELD(memra_owned, slice, 16);
 
 /* One sequence. kv and recur have n_layer entries each; at most one of a pair is present. */
 typedef struct memra_cache {
@@ -184,8 +259,20 @@ typedef struct memra_cache {
     int64_t replay_to;     /* while a replay is pending: where it ends; else 0 */
     uint64_t generation;   /* counts resets */
     uint64_t id;           /* unique in the process */
+    int64_t logits_at;     /* the length that the sequence had with the token whose logits are parked; -1: none */
+    int64_t sure_pos;      /* while unsettled: where the cache stood when the host last knew */
+    int64_t round_width;   /* of the open round; 0: none is open */
+    int64_t round_limit;   /* the widest round that the tape has room for */
+    int64_t max_rows;      /* rows that one attend takes */
+    int64_t n_vocab;       /* elements of a row of logits; 0: not known */
+    memra_slice logits;    /* the buffer that logits are parked in, once it exists */
+    memra_slice taps;      /* the buffer that taps are cut from, once it exists */
+    memra_snapshot *snapshots;  /* all that are open, linked by next */
+    memra_owned *owned;    /* what the library allocated; its owner releases each when the cache closes */
+    uint32_t recorder;     /* enum memra_recorder: whose capture the cache takes part in */
+    uint32_t strict;       /* 1: the calls that wait fail when the error record is not empty */
 } memra_cache;
-MEMRA_SIZE(memra_cache, 184);
+MEMRA_SIZE(memra_cache, 304);
 MEMRA_FIELD(memra_cache, struct_size, 0);
 MEMRA_FIELD(memra_cache, abi_version, 4);
 MEMRA_FIELD(memra_cache, kv, 8);
@@ -202,6 +289,18 @@ MEMRA_FIELD(memra_cache, step_rows, 152);
 MEMRA_FIELD(memra_cache, replay_to, 160);
 MEMRA_FIELD(memra_cache, generation, 168);
 MEMRA_FIELD(memra_cache, id, 176);
+MEMRA_FIELD(memra_cache, logits_at, 184);
+MEMRA_FIELD(memra_cache, sure_pos, 192);
+MEMRA_FIELD(memra_cache, round_width, 200);
+MEMRA_FIELD(memra_cache, round_limit, 208);
+MEMRA_FIELD(memra_cache, max_rows, 216);
+MEMRA_FIELD(memra_cache, n_vocab, 224);
+MEMRA_FIELD(memra_cache, logits, 232);
+MEMRA_FIELD(memra_cache, taps, 256);
+MEMRA_FIELD(memra_cache, snapshots, 280);
+MEMRA_FIELD(memra_cache, owned, 288);
+MEMRA_FIELD(memra_cache, recorder, 296);
+MEMRA_FIELD(memra_cache, strict, 300);
 
 /* The error record. Every kernel takes its address and the layer that it works for.
  * first[kind] is 0 while kind was never seen, else UINT64_MAX - (position << 16 | layer): the
@@ -261,5 +360,9 @@ MEMRA_FIELD(memra_copy, bytes, 16);
 
 #ifdef __cplusplus
 }
+#endif
+
+#if !defined(__CUDACC_RTC__)
+#include "memra_api.h"
 #endif
 #endif

@@ -7,7 +7,7 @@ compares every name, offset and size with what a C compiler makes of the header.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_uint64
+from ctypes import CFUNCTYPE, POINTER, Structure, c_int32, c_int64, c_uint32, c_uint64
 from enum import IntEnum, IntFlag
 from typing import Any
 
@@ -28,6 +28,24 @@ class CacheState(IntEnum):
     UNSETTLED = 1
     PENDING_REPLAY = 2
     TAINTED = 3
+    CLOSED = 4
+
+
+class Recorder(IntEnum):
+    """Whose capture a cache takes part in."""
+
+    NONE = 0
+    PYTHON = 1
+    C = 2
+
+
+class Invalid(IntEnum):
+    """Why a snapshot cannot be restored."""
+
+    VALID = 0
+    GIVEN_UP = 1
+    HALF_WAY = 2
+    CACHE_CLOSED = 3
     CLOSED = 4
 
 
@@ -67,6 +85,8 @@ class KvLayerC(Structure):
         ("window", c_int32),
         ("step_ops", c_uint32),
         ("device_index", c_int32),
+        ("n_head", c_int32),
+        ("kv_source", c_int32),
     )
 
 
@@ -87,6 +107,9 @@ class RecurLayerC(Structure):
         ("step_ops", c_uint32),
         ("swaps", c_uint32),
         ("device_index", c_int32),
+        ("home", c_uint64),
+        ("away", c_uint64),
+        ("tape", SliceC),
     )
 
 
@@ -112,7 +135,42 @@ class TapSinkC(Structure):
 class CacheDeviceC(Structure):
     """memra_cache_device."""
 
-    _fields_ = (("pos_d", SliceC), ("health", SliceC))
+    _fields_ = (
+        ("pos_d", SliceC),
+        ("health", SliceC),
+        ("counters", SliceC),
+        ("states", SliceC),
+        ("stream", c_uint64),
+        ("handle", c_uint64),
+        ("ordinal", c_int32),
+        ("has_arena", c_uint32),
+    )
+
+
+class SnapshotC(Structure):
+    """memra_snapshot."""
+
+
+SnapshotC._fields_ = (
+    ("kv_len", POINTER(c_int64)),
+    ("conv", POINTER(SliceC)),
+    ("ssm", POINTER(SliceC)),
+    ("pos", c_int64),
+    ("n_layer", c_int64),
+    ("given_up", c_int64),
+    ("cache_id", c_uint64),
+    ("generation", c_uint64),
+    ("invalid", c_uint32),
+    ("stamps", c_uint32),
+    ("next", POINTER(SnapshotC)),
+)
+
+
+class OwnedC(Structure):
+    """memra_owned."""
+
+
+OwnedC._fields_ = (("next", POINTER(OwnedC)), ("release", CFUNCTYPE(None, POINTER(OwnedC))), ("slice", SliceC))
 
 
 class CacheC(Structure):
@@ -135,6 +193,18 @@ class CacheC(Structure):
         ("replay_to", c_int64),
         ("generation", c_uint64),
         ("id", c_uint64),
+        ("logits_at", c_int64),
+        ("sure_pos", c_int64),
+        ("round_width", c_int64),
+        ("round_limit", c_int64),
+        ("max_rows", c_int64),
+        ("n_vocab", c_int64),
+        ("logits", SliceC),
+        ("taps", SliceC),
+        ("snapshots", POINTER(SnapshotC)),
+        ("owned", POINTER(OwnedC)),
+        ("recorder", c_uint32),
+        ("strict", c_uint32),
     )
 
 
@@ -179,6 +249,8 @@ STRUCTS: dict[str, type[Structure]] = {
     "memra_logits": LogitsC,
     "memra_tap_sink": TapSinkC,
     "memra_cache_device": CacheDeviceC,
+    "memra_snapshot": SnapshotC,
+    "memra_owned": OwnedC,
     "memra_cache": CacheC,
     "memra_health": HealthC,
     "memra_seq": SeqC,

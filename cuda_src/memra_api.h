@@ -1,0 +1,326 @@
+/* memra_api.h: the functions of libmemra_driver.so. Include memra_driver.h, which includes this.
+ *
+ * Status. Every function that can fail returns enum memra_status and leaves a sentence for memra_last_error(). What is
+ * refused (all but MEMRA_ERR_DRIVER and MEMRA_ERR_OUT_OF_MEMORY) was refused before anything was changed.
+ *
+ * Streams. Work is enqueued on the stream that the device was opened with, and nothing waits but memra_settle,
+ * memra_digest, memra_health_read, memra_download, memra_device_synchronize and what frees memory.
+ *
+ * Threads. A device, its caches, snapshots and graphs belong to one thread at a time; different devices may be driven
+ * by different threads. Opening and closing devices, memra_last_error (per thread) and the layout table may be used
+ * from any thread at any time. Every call makes the device's context current on its thread and leaves it so. After
+ * fork() only memra_last_error, memra_abi_version and memra_layout_table may be called in the child: all else
+ * returns MEMRA_ERR_STATE.
+ *
+ * Arrays are addresses of the device that owns the layer: f32 unless said otherwise, C-contiguous, token-major,
+ * 4-byte aligned, alive until the stream has passed. rows is T; 0 rows do nothing.
+ */
+#ifndef MEMRA_API_H
+#define MEMRA_API_H
+
+#if defined(MEMRA_BUILD)
+#define MEMRA_API __attribute__((visibility("default")))
+#else
+#define MEMRA_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum memra_status {
+    MEMRA_OK = 0,
+    MEMRA_ERR_CONFIG = 1,         /* a geometry, policy or option that cannot be */
+    MEMRA_ERR_ARRAY = 2,          /* a null, misaligned or overlapping address */
+    MEMRA_ERR_DEVICE = 3,         /* a device that does not own what the call touches */
+    MEMRA_ERR_CAPACITY = 4,       /* more positions than the cache was built for */
+    MEMRA_ERR_STATE = 5,          /* what the state of the cache or device does not allow now */
+    MEMRA_ERR_SNAPSHOT = 6,       /* a snapshot of another cache or generation, a closed or outdated one */
+    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry, or none loaded */
+    MEMRA_ERR_HEALTH = 8,         /* the error record of a strict cache is not empty */
+    MEMRA_ERR_OUT_OF_MEMORY = 9,  /* the device or the host has not enough */
+    MEMRA_ERR_ABI = 10,           /* a struct of another version or size */
+    MEMRA_ERR_NO_DRIVER = 11,     /* libcuda.so.1 is missing or too old */
+    MEMRA_ERR_DRIVER = 12         /* a call of the CUDA driver failed; memra_last_driver_code() */
+};
+
+/* One field of a struct: what a binding compares its own layout with. field "" is the struct itself. */
+typedef struct memra_layout_row {
+    const char *type;
+    const char *field;
+    uint64_t offset;
+    uint64_t size;
+} memra_layout_row;
+
+MEMRA_API int32_t memra_abi_version(void);
+MEMRA_API const memra_layout_row *memra_layout_table(int32_t *n_rows);
+MEMRA_API const char *memra_last_error(void);     /* of this thread; "" after none; never null */
+MEMRA_API int32_t memra_last_driver_code(void);   /* CUresult of this thread's last MEMRA_ERR_DRIVER */
+
+/* ---- Devices ---- */
+
+typedef struct memra_device memra_device;
+
+enum memra_device_flags {
+    MEMRA_NO_ARENA = 1  /* every plane of a cache is an allocation of its own, so that a checker sees each overrun */
+};
+typedef struct memra_device_options {
+    uint32_t struct_size;
+    int32_t ordinal;
+    uint64_t stream;   /* CUstream that stays the caller's; 0: the library makes a non-blocking one */
+    uint64_t context;  /* CUcontext that is used and never released; 0: the primary context, retained until close */
+    uint32_t flags;    /* enum memra_device_flags */
+    uint32_t reserved;
+} memra_device_options;
+
+/* Opens a device. Kernels are loaded by one of the next three, cubins of the device's architecture. */
+MEMRA_API int memra_device_open(const memra_device_options *options, memra_device **device);
+MEMRA_API int memra_device_load(memra_device *device, const void *cubin, uint64_t n_bytes);
+MEMRA_API int memra_device_load_file(memra_device *device, const char *path);
+MEMRA_API int memra_device_load_folder(memra_device *device, const char *folder);  /* every *.cubin in it */
+MEMRA_API int memra_device_synchronize(memra_device *device);
+MEMRA_API uint64_t memra_device_stream(const memra_device *device);
+MEMRA_API int32_t memra_device_arch(const memra_device *device);  /* 90 for sm_90: whose cubins it takes */
+/* Waits, frees what is the device's own. Close its caches, snapshots and graphs first. NULL does nothing. */
+MEMRA_API int memra_device_close(memra_device *device);
+
+/* Memory of a device, in stream order. Zero bytes are address 0 and never reach the driver. */
+MEMRA_API int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr);  /* uninitialised, 256-byte aligned */
+MEMRA_API int memra_free(memra_device *device, uint64_t ptr);
+MEMRA_API int memra_clear(memra_device *device, uint64_t ptr, uint64_t n_bytes);
+MEMRA_API int memra_copy_bytes(memra_device *device, uint64_t dst, uint64_t src, uint64_t n_bytes);
+MEMRA_API int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n);  /* one launch */
+MEMRA_API int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n_bytes);
+MEMRA_API int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_bytes);  /* waits */
+MEMRA_API int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total);
+
+/* ---- A model, and what a cache for it needs ---- */
+
+/* Fields of memra_kv::ModelConfig that size a cache. Zeroed fields are absent. Pointers are host memory, read during
+ * the call. swa_pattern: 1 for a layer with a sliding window. */
+typedef struct memra_config {
+    uint32_t struct_size;
+    uint32_t n_layer;    /* every block, the trailing MTP blocks included */
+    uint32_t n_head;     /* 0: as many as n_head_kv */
+    uint32_t n_head_kv;
+    uint32_t head_dim_k;
+    uint32_t head_dim_v;
+    uint32_t n_embd;
+    uint32_t n_vocab;
+    uint32_t full_attention_interval;  /* each interval's last layer attends; 0: every layer */
+    uint32_t nextn_predict_layers;
+    uint32_t has_ssm;
+    uint32_t ssm_conv_kernel;
+    uint32_t ssm_state_size;
+    uint32_t ssm_time_step_rank;  /* value heads */
+    uint32_t ssm_group_count;     /* key heads */
+    uint32_t has_gemma4;
+    const uint32_t *gemma4_head_count_kv;  /* layers past its end have n_head_kv heads */
+    const uint8_t *gemma4_swa_pattern;     /* n_layer entries */
+    uint32_t gemma4_n_head_count_kv;
+    uint32_t gemma4_n_swa_pattern;
+    uint32_t gemma4_sliding_window;
+    uint32_t gemma4_key_length_global;
+    uint32_t gemma4_key_length_swa;
+    uint32_t gemma4_shared_kv_layers;  /* trailing layers that read an earlier layer's K/V */
+    uint32_t has_step35;
+    uint32_t step35_n_head_count;
+    const uint32_t *step35_head_count;  /* query heads, n_layer entries */
+    const uint8_t *step35_swa_pattern;  /* a layer past its end is windowed */
+    uint32_t step35_n_swa_pattern;
+    uint32_t step35_sliding_window;
+} memra_config;
+
+/* Which formats the layers get: enum memra_format. gkv, wkv: e4m3 on Gemma's global, windowed layers. */
+typedef struct memra_policy {
+    uint32_t struct_size;
+    int32_t k;
+    int32_t v;
+    uint32_t gkv;
+    uint32_t wkv;
+    uint32_t kv_fp8;  /* e4m3 on every layer of any other model */
+} memra_policy;
+MEMRA_API int memra_policy_from_env(memra_policy *policy);  /* MEMRA_KV_K and its like, read now */
+
+typedef struct memra_options {
+    uint32_t struct_size;
+    uint32_t reserve_logits;
+    int64_t max_rows;     /* rows that one attend takes, at least 1 */
+    int64_t round_width;  /* widest round; 0 plans no tape */
+    const int32_t *tap_layers;  /* n_tap_layers of them reserve a tap sink of tap_rows rows */
+    int64_t tap_rows;
+    uint32_t n_tap_layers;
+    uint32_t skip_mtp_state;  /* trailing MTP layers get neither K/V nor state */
+    uint32_t strict;
+    uint32_t reserved;
+} memra_options;
+MEMRA_API void memra_options_default(memra_options *options);
+
+/* One buffer of a cache, in arena order; plane "pad" only fills the arena. */
+typedef struct memra_plan_row {
+    const char *plane;
+    int32_t layer;   /* -1: of the device */
+    int32_t device;
+    int32_t dtype;   /* enum memra_dtype */
+    uint32_t reserved;
+    int64_t len;
+    int64_t n_bytes;
+    int64_t offset;  /* in its device's arena */
+} memra_plan_row;
+
+typedef struct memra_plan {
+    memra_plan_row *rows;
+    int64_t *arena_bytes;    /* n_devices */
+    int64_t *plane_bytes;    /* n_devices */
+    int64_t *states_offset;  /* n_devices: where the range that a snapshot keeps begins, and its bytes */
+    int64_t *states_bytes;
+    int32_t *device_of;      /* n_layer */
+    int64_t n_rows;
+    int32_t n_devices;
+    int32_t n_layer;
+} memra_plan;
+
+/* What a cache would allocate. policy NULL: from the environment; options NULL: the defaults. fence: n_stages + 1 layer
+ * numbers, stage s on device placement[s]; NULL: one stage on device 0, or stage s on device s. Nothing is allocated
+ * on a device. */
+MEMRA_API int memra_plan_new(
+    const memra_config *config, int64_t max_ctx, const memra_policy *policy, const memra_options *options,
+    const int32_t *fence, int32_t n_stages, const int32_t *placement, memra_plan **plan);
+MEMRA_API void memra_plan_free(memra_plan *plan);
+
+/* ---- A cache ---- */
+
+/* A zeroed cache: one allocation and one clear per device. devices: one per stage (may repeat); fence NULL: one stage. */
+MEMRA_API int memra_cache_new(
+    const memra_config *config, int64_t max_ctx, const memra_policy *policy, const memra_options *options,
+    memra_device *const *devices, const int32_t *fence, int32_t n_stages, memra_cache **cache);
+/* Frees what memra_cache_new made; its snapshots keep their memory and fit nothing any more. NULL does nothing. */
+MEMRA_API int memra_cache_free(memra_cache *cache);
+/* Lets the library work on a cache that Python made (Cache.as_c): one device per memra_cache.devices entry, opened on
+ * the same GPU and stream. */
+MEMRA_API int memra_cache_bind(memra_cache *cache, memra_device *const *devices, int32_t n_devices);
+
+/* ---- The operations of a step: as ops.py says ---- */
+
+MEMRA_API int memra_append_kv(memra_cache *cache, int32_t il, int64_t rows, uint64_t k_rows, uint64_t v_rows);
+/* Rows start .. stop-1 as f32, or as bf16 where out_bf16. */
+MEMRA_API int memra_dequant_kv(
+    memra_cache *cache, int32_t il, int64_t start, int64_t stop, uint64_t k_out, uint64_t v_out, int32_t out_bf16);
+MEMRA_API int memra_attend(
+    memra_cache *cache, int32_t il, int64_t rows, uint64_t q, uint64_t out, float scale,
+    int32_t window /* keys that a row sees; 0: all; -1: the layer's own */);
+MEMRA_API int memra_conv_update(memra_cache *cache, int32_t il, int64_t rows, uint64_t x, uint64_t w, uint64_t out);
+MEMRA_API int memra_gdn_prep(
+    memra_cache *cache, int32_t il, int64_t rows, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw,
+    uint64_t dt_bias, uint64_t a, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, float eps);
+MEMRA_API int memra_gdn_scan(
+    memra_cache *cache, int32_t il, int64_t rows, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta,
+    uint64_t out, float scale);
+MEMRA_API int memra_tap_write(memra_cache *cache, int32_t il, int64_t rows, uint64_t residual);
+/* Ends the step: pos += rows. With no step open it moves pos alone. */
+MEMRA_API int memra_advance(memra_cache *cache, int64_t rows);
+
+/* ---- Beside the sequence ---- */
+
+MEMRA_API int memra_park_logits(memra_cache *cache, uint64_t row);       /* n_vocab f32 */
+MEMRA_API int memra_take_logits(memra_cache *cache, uint64_t *row);      /* 0: none are parked; they stay parked */
+MEMRA_API int memra_arm_taps(memra_cache *cache, const int32_t *layer_ids, int32_t n, int64_t t, int64_t hidden);
+MEMRA_API int memra_disarm_taps(memra_cache *cache);
+MEMRA_API int memra_health_read(memra_cache *cache, memra_health *health);  /* of all devices; waits */
+MEMRA_API int memra_clear_health(memra_cache *cache);
+MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);  /* SHA-256 as Cache.digest; waits */
+
+/* ---- Back and forth ---- */
+
+MEMRA_API int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot);
+MEMRA_API int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot);
+MEMRA_API int memra_snapshot_free(memra_cache *cache, memra_snapshot *snapshot);  /* of memra_snapshot_new; NULL is fine */
+MEMRA_API int memra_rollback(memra_cache *cache, memra_snapshot *snapshot, int64_t accept_len);
+MEMRA_API int memra_truncate(memra_cache *cache, int64_t new_len);
+MEMRA_API int memra_reset(memra_cache *cache);
+MEMRA_API int memra_sync(memra_cache *cache);    /* stamps every len_d and pos_d from the host values */
+MEMRA_API int memra_settle(memra_cache *cache);  /* reads the counters back after a device-side count; waits */
+
+/* A round: one step of up to `width` rows, then one of the other three. */
+MEMRA_API int memra_round_begin(memra_cache *cache, int64_t width);
+MEMRA_API int memra_round_commit(memra_cache *cache, int64_t accept_len);
+MEMRA_API int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d);  /* one i32 */
+MEMRA_API int memra_round_reject(memra_cache *cache);
+
+/* ---- Recorded steps ---- */
+
+typedef struct memra_graph memra_graph;
+
+enum memra_capture_flags {
+    MEMRA_CAPTURE_YOURS = 1  /* the caller begins and ends the stream capture, and launches the graph by itself */
+};
+/* What is enqueued between the two is recorded. memra_capture_abandon ends one that failed. */
+MEMRA_API int memra_capture_begin(memra_device *device, uint32_t flags);
+MEMRA_API int memra_capture_end(memra_device *device, memra_graph **graph);
+MEMRA_API int memra_capture_abandon(memra_device *device);
+MEMRA_API int memra_graph_launch(memra_graph *graph);  /* not for MEMRA_CAPTURE_YOURS */
+MEMRA_API int memra_graph_close(memra_graph *graph);   /* NULL does nothing */
+/* Around launches of a graph that the caller launches: the states come home and the counters are stamped, then the
+ * host's clock moves. */
+MEMRA_API int memra_prepare_replay(memra_cache *cache);
+MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t launches);
+
+/* ---- The kernels: extern "C" entries of the cubins, and one function that launches each on the device's stream ----
+ *
+ * Parameters are in the entry's order. Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or
+ * a table of n_seqs memra_seq, n_seqs 1 without one. Launch shapes: see memra_kernels.c, one function each.
+ */
+MEMRA_API int memra_launch_append_kv(
+    memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,
+    int64_t slot, int32_t rows, int32_t len, int64_t max_ctx, int32_t kv_dim_k, int32_t kv_dim_v, int64_t k_tok_bytes,
+    int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer);
+MEMRA_API int memra_launch_dequant_kv(
+    memra_device *device, uint64_t k, uint64_t v, int64_t start, int64_t rows, int64_t max_ctx, int32_t kv_dim_k,
+    int32_t kv_dim_v, int64_t k_tok_bytes, int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t k_out,
+    uint64_t v_out, int32_t out_bf16, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_conv_update(
+    memra_device *device, uint64_t x, uint64_t w, uint64_t conv_state, uint64_t out, uint64_t tape, uint64_t pos_d,
+    int64_t slot, int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer);
+MEMRA_API int memra_launch_conv_ring_rebuild(
+    memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
+    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_gdn_prep(
+    memra_device *device, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
+    uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,
+    int32_t num_k, int32_t num_v, int32_t state_size, float eps, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer);
+MEMRA_API int memra_launch_gdn_scan(
+    memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
+    uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
+    int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_set_counters(
+    memra_device *device, uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo,
+    int64_t b_hi, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_commit_counters(
+    memra_device *device, uint64_t counters, uint64_t pos_d, uint64_t accept_d, int32_t accept, int32_t rows,
+    int64_t mask_lo, int64_t mask_hi, int32_t move_pos, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_advance_batch(
+    memra_device *device, uint64_t seqs, int32_t n_seqs, int32_t n, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_copy_many(
+    memra_device *device, uint64_t table, int32_t n, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_copy_rows(
+    memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
+    int32_t columns, uint64_t health, int32_t layer);
+/* The entry is attend_<width of V>, _wide where more than 8 columns fit; part has memra_attend_part_bytes of room. */
+MEMRA_API int memra_launch_attend(
+    memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
+    int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
+    int64_t v_tok_bytes, int32_t k_format, int32_t v_format, float scale, int32_t window, uint64_t part,
+    uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_attend_combine(
+    memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
+    int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer);
+MEMRA_API uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

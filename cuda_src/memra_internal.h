@@ -1,0 +1,215 @@
+/* memra_internal.h: what the files of libmemra_driver.so share. Not installed for users. */
+#ifndef MEMRA_INTERNAL_H
+#define MEMRA_INTERNAL_H
+
+#include "memra_driver.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- Errors (memra_error.c) ---- */
+
+/* Keeps the sentence for memra_last_error and returns status: `return memra_fail(MEMRA_ERR_STATE, "...", ...)`. */
+int memra_fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
+int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
+#define MEMRA_TRY(call)                    \
+    do {                                   \
+        const int status_ = (call);        \
+        if (status_ != MEMRA_OK) return status_; \
+    } while (0)
+
+/* ---- The CUDA driver (memra_cuda.c) ---- */
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUstream_st *CUstream;
+typedef struct CUgraph_st *CUgraph;
+typedef struct CUgraphExec_st *CUgraphExec;
+typedef struct CUlib_st *CUlibrary;
+typedef struct CUkern_st *CUkernel;
+
+/* name, the version of the prototype that is asked for, parameters */
+#define MEMRA_CUDA_FUNCTIONS(F)                                                                                      \
+    F(cuInit, 2000, (unsigned flags))                                                                                \
+    F(cuDriverGetVersion, 2020, (int *version))                                                                      \
+    F(cuDeviceGet, 2000, (CUdevice * device, int ordinal))                                                           \
+    F(cuDeviceGetCount, 2000, (int *count))                                                                          \
+    F(cuDeviceGetAttribute, 2000, (int *value, int attribute, CUdevice device))                                      \
+    F(cuDevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                                        \
+    F(cuDevicePrimaryCtxRelease, 11000, (CUdevice device))                                                           \
+    F(cuCtxGetCurrent, 4000, (CUcontext * context))                                                                  \
+    F(cuCtxSetCurrent, 4000, (CUcontext context))                                                                    \
+    F(cuCtxGetDevice, 2000, (CUdevice * device))                                                                     \
+    F(cuStreamCreate, 2000, (CUstream * stream, unsigned flags))                                                     \
+    F(cuStreamDestroy, 4000, (CUstream stream))                                                                      \
+    F(cuStreamSynchronize, 2000, (CUstream stream))                                                                  \
+    F(cuStreamGetCtx, 9020, (CUstream stream, CUcontext * context))                                                  \
+    F(cuStreamIsCapturing, 10000, (CUstream stream, int *status))                                                    \
+    F(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                                      \
+    F(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * graph))                                                 \
+    F(cuGraphInstantiateWithFlags, 11040, (CUgraphExec * exec, CUgraph graph, unsigned long long flags))             \
+    F(cuGraphUpload, 11010, (CUgraphExec exec, CUstream stream))                                                     \
+    F(cuGraphLaunch, 10000, (CUgraphExec exec, CUstream stream))                                                     \
+    F(cuGraphExecDestroy, 10000, (CUgraphExec exec))                                                                 \
+    F(cuGraphDestroy, 10000, (CUgraph graph))                                                                        \
+    F(cuMemGetInfo, 3020, (size_t *available, size_t *total))                                                        \
+    F(cuMemAlloc, 3020, (uint64_t * ptr, size_t n_bytes))                                                            \
+    F(cuMemFree, 3020, (uint64_t ptr))                                                                               \
+    F(cuMemAllocAsync, 11020, (uint64_t * ptr, size_t n_bytes, CUstream stream))                                     \
+    F(cuMemFreeAsync, 11020, (uint64_t ptr, CUstream stream))                                                        \
+    F(cuMemsetD8Async, 3020, (uint64_t dst, unsigned char value, size_t n_bytes, CUstream stream))                   \
+    F(cuMemcpyDtoDAsync, 3020, (uint64_t dst, uint64_t src, size_t n_bytes, CUstream stream))                        \
+    F(cuMemcpyHtoDAsync, 3020, (uint64_t dst, const void *src, size_t n_bytes, CUstream stream))                     \
+    F(cuMemcpyDtoHAsync, 3020, (void *dst, uint64_t src, size_t n_bytes, CUstream stream))                           \
+    F(cuDeviceGetDefaultMemPool, 11020, (void **pool, CUdevice device))                                              \
+    F(cuMemPoolGetAttribute, 11020, (void *pool, int attribute, void *value))                                        \
+    F(cuLibraryLoadData, 12000,                                                                                      \
+      (CUlibrary * library, const void *code, int *jit_options, void **jit_values, unsigned n_jit, int *options,     \
+       void **values, unsigned n))                                                                                   \
+    F(cuLibraryUnload, 12000, (CUlibrary library))                                                                   \
+    F(cuLibraryGetKernel, 12000, (CUkernel * kernel, CUlibrary library, const char *name))                           \
+    F(cuKernelSetAttribute, 12000, (int attribute, int value, CUkernel kernel, CUdevice device))                     \
+    F(cuLaunchKernel, 4000,                                                                                          \
+      (CUkernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,       \
+       unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                   \
+    F(cuGetErrorName, 6000, (CUresult code, const char **name))                                                      \
+    F(cuGetErrorString, 6000, (CUresult code, const char **text))
+
+#define MEMRA_CUDA_POINTER(name, version, parameters) CUresult(*name) parameters;
+typedef struct memra_cuda {
+    MEMRA_CUDA_FUNCTIONS(MEMRA_CUDA_POINTER)
+} memra_cuda;
+#undef MEMRA_CUDA_POINTER
+
+/* The driver's functions, loaded once; NULL after a failure, which memra_cuda_load reported. A function that this
+ * driver lacks is NULL and memra_cuda_load names it, unless the library can do without (cuGetErrorName and the like). */
+extern memra_cuda memra_cu;
+int memra_cuda_load(void);
+/* memra_cu.f(...) as a status: `MEMRA_TRY(MEMRA_CU(cuMemFree, (ptr)))`. */
+#define MEMRA_CU(f, arguments) memra_cuda_status(#f, memra_cu.f arguments)
+int memra_cuda_status(const char *call, CUresult code);
+
+/* ---- Devices (memra_device.c) and kernels (memra_kernels.c) ---- */
+
+enum memra_kernel {
+    MEMRA_K_APPEND_KV, MEMRA_K_DEQUANT_KV, MEMRA_K_CONV_UPDATE, MEMRA_K_CONV_RING_REBUILD, MEMRA_K_GDN_PREP,
+    MEMRA_K_GDN_SCAN, MEMRA_K_SET_COUNTERS, MEMRA_K_COMMIT_COUNTERS, MEMRA_K_ADVANCE_BATCH, MEMRA_K_COPY_MANY,
+    MEMRA_K_COPY_ROWS, MEMRA_K_ATTEND_64, MEMRA_K_ATTEND_128, MEMRA_K_ATTEND_192, MEMRA_K_ATTEND_256,
+    MEMRA_K_ATTEND_512, MEMRA_K_ATTEND_64_WIDE, MEMRA_K_ATTEND_128_WIDE, MEMRA_K_ATTEND_192_WIDE,
+    MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_COMBINE, MEMRA_N_KERNELS
+};
+extern const char *const memra_kernel_names[MEMRA_N_KERNELS];
+#define MEMRA_MAX_LIBRARIES 64
+
+typedef struct memra_scratch {  /* attention's partial sums; older, smaller buffers stay since graphs hold them */
+    struct memra_scratch *next;
+    uint64_t ptr;
+    uint64_t n_bytes;
+} memra_scratch;
+
+struct memra_device {
+    uint64_t handle;  /* unique in the process; memra_cache_device.handle names it */
+    int32_t ordinal;
+    CUdevice device;
+    CUcontext context;
+    CUstream stream;
+    bool owns_context, owns_stream, has_arena, has_pools;
+    int32_t arch;
+    CUlibrary libraries[MEMRA_MAX_LIBRARIES];
+    int32_t n_libraries;
+    CUkernel kernels[MEMRA_N_KERNELS];
+    memra_scratch *scratch;
+    uint64_t table;        /* the entries of the last copy table, on the device and here */
+    uint64_t table_bytes;
+    memra_copy *entries;
+    int32_t n_entries;
+    struct memra_graph *recording;  /* the capture that is open */
+    struct memra_device *next;      /* in the registry of open devices */
+};
+
+/* The open device with this handle, or NULL. */
+memra_device *memra_device_find(uint64_t handle);
+/* Binds the device's context to this thread; refused in a forked child and for a NULL device. */
+int memra_device_enter(memra_device *device);
+/* Room for attention's partial sums; refused while a capture is open and a larger buffer would be needed. */
+int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr);
+
+/* ---- Caches (memra_cache.c, memra_rules.c) ---- */
+
+/* A cache that the library made: `cache` is its first field, so that the two are one address. */
+typedef struct memra_cache_own {
+    memra_cache cache;
+    uint64_t *allocations;  /* what is to be freed, by device */
+    int32_t *allocated_on;  /* index into cache.devices */
+    int64_t n_allocations;
+} memra_cache_own;
+
+/* Rules: each is a refusal or MEMRA_OK, and changes nothing. `what` begins the sentence. */
+int memra_check_cache(memra_cache *cache);  /* not NULL, this ABI, every device bound and open, not forked */
+int memra_check_state(const memra_cache *cache, const char *what, uint32_t allowed);  /* bits 1 << enum memra_state */
+int memra_check_open(const memra_cache *cache, const char *what);
+int memra_check_settled(memra_cache *cache, const char *what);
+int memra_check_not_recording(memra_cache *cache, const char *what);
+int memra_check_recording(memra_cache *cache, const char *what);  /* in a capture: the graph learns of the cache */
+int memra_check_lengths(const memra_cache *cache);
+int memra_check_replayable(memra_cache *cache, const char *what, int64_t need);
+int memra_check_not_ahead(const memra_cache *cache, int32_t il);
+#define MEMRA_IN(state) (1u << (state))
+
+/* The device of memra_cache.devices[d]; of a layer; both after memra_check_cache. */
+memra_device *memra_device_at(const memra_cache *cache, int32_t d);
+bool memra_device_clock(const memra_cache *cache);  /* kernels must take the position from pos_d */
+struct memra_graph *memra_recording(const memra_cache *cache);
+void memra_end_step(memra_cache *cache, int64_t pos);
+void memra_taint(memra_cache *cache);
+void memra_give_up(memra_cache *cache, int64_t stands);
+void memra_drop_logits_above(memra_cache *cache, int64_t stands);
+void memra_keep_logits(memra_cache *cache, int64_t at);  /* -1: forgotten */
+void memra_unsettle(memra_cache *cache, int64_t since);
+void memra_drop_unsure_logits(memra_cache *cache);
+
+/* ---- The clock (memra_clock.c) ---- */
+
+/* Stamps len_d of the layers with lens[il] >= 0, and every pos_d. A failure after the first launch taints. */
+int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos);
+/* Ends a step on the devices: the layers with in[il] stand at pos_d + accepted, and pos_d moves by as many. */
+int memra_move_counters(memra_cache *cache, const uint8_t *in, uint64_t accept_d, int64_t accept, int64_t rows);
+
+/* ---- Copies (memra_copies.c) ---- */
+
+/* dst, src, bytes of planes that were born whole; neighbours in an arena become one range. Sorts entries in place. */
+int memra_copy_planes(memra_device *device, memra_copy *entries, int64_t n);
+
+/* ---- Graphs (memra_graph.c) ---- */
+
+typedef struct memra_move {  /* what one launch does to a cache */
+    struct memra_move *next;
+    memra_cache *cache;
+    int64_t begin_pos, begin_logits_at, begin_sure_pos;
+    uint32_t begin_state;
+    int64_t *begin_lens;  /* n_layer */
+    int64_t need;         /* positions from pos on that a launch may write */
+    int64_t tokens;
+    uint8_t *appended;    /* n_layer: 1 where the layer stands at pos behind it */
+    bool unsettles, parks;
+    int64_t logits_at;    /* of a launch that parks: so far behind where it starts; -1: not kept */
+    bool taps;            /* the sink that a launch writes to must be armed alike: */
+    memra_tap_sink sink;  /* layer_ids is a copy of its own */
+} memra_move;
+
+struct memra_graph {
+    memra_device *device;
+    CUgraphExec exec;  /* NULL: the caller's own */
+    uint32_t flags;
+    bool is_recording;
+    memra_move *moves;
+};
+
+int memra_graph_touch(struct memra_graph *graph, memra_cache *cache);
+memra_move *memra_move_of(struct memra_graph *graph, const memra_cache *cache);  /* NULL: takes no part */
+void memra_graph_note(struct memra_graph *graph, const memra_cache *cache, int64_t end);
+
+#endif
