@@ -234,6 +234,17 @@ class CudaSlice(Closing):
         }
 
 
+class Borrowed(CudaSlice):
+    """Elements at an address that someone else allocated and frees; `close()` closes this object only."""
+
+    def __init__(self, memory: Memory, ptr: int, length: int, dtype: npt.DTypeLike = np.float32) -> None:
+        self._open = [True]
+        self._describe(memory, ptr, length, _plain(dtype))
+
+    def close(self) -> None:
+        self._open.clear()
+
+
 class CudaView(CudaSlice):
     """Part of another slice's memory. Owns nothing, keeps the owner alive, is closed when the owner is."""
 

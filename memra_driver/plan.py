@@ -368,14 +368,14 @@ class CachePlan:
     def attend_scratch_bytes(self, device: int) -> int:
         """What attention of max_rows rows needs on a device beside the cache; all caches of the device share it."""
         readers = [
-            il for il in range(self.cfg.n_layer) if self.device_of(il) == device and self._source(il) is not None
+            il for il in range(self.cfg.n_layer) if self.device_of(il) == device and self.kv_source(il) is not None
         ]
         return max(
             (attend_part_bytes(self.options.max_rows, self.cfg.heads(il), self.cfg.head_dims(il)[1]) for il in readers),
             default=0,
         )
 
-    def _source(self, il: int) -> int | None:
+    def kv_source(self, il: int) -> int | None:
         """The layer whose K/V layer il reads, if it reads any."""
         if self.cfg.layer_kind(il) is not LayerKind.FULL or self._skipped(il):
             return None
@@ -393,7 +393,7 @@ class CachePlan:
             sizes = list(SCAN_STATE_SIZES)
             problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
         for il in range(cfg.n_layer):
-            if self._source(il) is None:
+            if self.kv_source(il) is None:
                 continue
             for name, dim in zip(("head_dim_k", "head_dim_v"), cfg.head_dims(il), strict=True):
                 if dim not in ATTEND_HEAD_DIMS:
