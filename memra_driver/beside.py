@@ -15,6 +15,7 @@ from memra_driver.health import Health
 from memra_driver.interop import operand
 from memra_driver.layers import DflashTapSink
 from memra_driver.layout import CacheState
+from memra_driver.memory import Borrowed
 from memra_driver.place import Action, ordinal, read_bytes, run_actions, zero_actions
 from memra_driver.rules import CacheRules
 
@@ -27,9 +28,23 @@ class CacheBeside(CacheRules):
 
     _lazy: dict[tuple[str, int], Any]  # by name and device index
     _retired: list[tuple[tuple[str, int], Any]]
-    logits_at: int | None = None  # the length that the sequence had with the token whose logits are parked
-    logits_row: Any = None  # where they are parked
-    _taps: DflashTapSink | None = None
+    # What this side last knew to stand in the C struct, behind the fields that it knows it by: C may have changed them.
+    _logits: tuple[int, Any] | None = None
+    _taps: tuple[Any, DflashTapSink] | None = None
+
+    @property
+    def logits_at(self) -> int | None:
+        """The length that the sequence had with the token whose logits are parked."""
+        return None if self._c.logits_at < 0 else self._c.logits_at
+
+    @property
+    def logits_row(self) -> Any:
+        """Where logits are parked, or were last; None before."""
+        c = self._c.last_logits_dev.slice
+        if self._logits is None or c.ptr != self._logits[0]:
+            d = self.plan.placement[-1]
+            self._logits = c.ptr, self._slice_of(c, d) if c.ptr else None
+        return self._logits[1]
 
     @property
     def last_logits_dev(self) -> Any:
@@ -56,7 +71,14 @@ class CacheBeside(CacheRules):
         A sink over the caller's own buffer may be assigned; the caller closes the buffer. Raises ConfigError,
         ArrayError, DeviceMismatch for one that does not fit.
         """
-        return self._taps if self._c.dflash_taps.present else None
+        c = self._c.dflash_taps
+        if not c.present:
+            return None
+        armed = self._armed()
+        if self._taps is None or self._taps[0] != armed:  # a C caller armed another
+            ids = c.layer_ids[: c.n_taps]
+            self._taps = armed, DflashTapSink(ids, self._slice_of(c.buf, self.plan.device_of(ids[0])), c.hidden, c.t)
+        return self._taps[1]
 
     @dflash_taps.setter
     def dflash_taps(self, sink: DflashTapSink | None) -> None:
@@ -159,15 +181,36 @@ class CacheBeside(CacheRules):
 
     def keep_logits(self, at: int | None) -> None:
         """The logits in the buffer belong to the length `at`; None: they are forgotten, and the buffer stays."""
-        self.logits_at = at
+        self._c.logits_at = -1 if at is None else at
         self._c.last_logits_dev.present = int(at is not None)
 
     def hold_logits(self, row: Any, at: int | None) -> None:
         """The logits in `row` belong to the length `at`; None: to none."""
-        if at is not None:
-            layout.put_slice(self._c.last_logits_dev.slice, row, ordinal(self.devices[self.plan.placement[-1]]))
-        self.logits_row = row
+        c = self._c.last_logits_dev.slice
+        if row is None:
+            c.ptr = 0
+        else:
+            layout.put_slice(c, row, ordinal(self.devices[self.plan.placement[-1]]))
+        self._logits = c.ptr, row
         self.keep_logits(at)
+
+    def kept_logits(self) -> Any:
+        """What restore_logits takes: where logits are parked, and whose they are."""
+        return bytes(self._c.last_logits_dev.slice), self._logits, self.logits_at
+
+    def restore_logits(self, kept: Any) -> None:
+        """Back to what kept_logits returned."""
+        raw, self._logits, at = kept
+        self._c.last_logits_dev.slice = layout.SliceC.from_buffer_copy(raw)
+        self.keep_logits(at)
+
+    def _armed(self) -> tuple[Any, ...]:
+        c = self._c.dflash_taps
+        return tuple(c.layer_ids[: c.n_taps]), c.buf.ptr, c.hidden, c.t
+
+    def _slice_of(self, c: layout.SliceC, d: int) -> Any:
+        """The slice over memory that a C caller put here."""
+        return Borrowed(self.devices[d].memory, c.ptr, c.len, layout.DTYPES[c.dtype])
 
     def _check_taps(self, ids: Sequence[int], t: int, hidden: int) -> Any:
         """The device that layers `ids` share."""
@@ -184,15 +227,19 @@ class CacheBeside(CacheRules):
         return self.devices[at.pop()]
 
     def _hold_taps(self, sink: DflashTapSink, device: int) -> None:
-        self._taps, c = sink, self._c.dflash_taps
+        c = self._c.dflash_taps
         self._tap_ids = (ctypes.c_int32 * len(sink.layer_ids))(*sink.layer_ids)
         c.present, c.n_taps, c.layer_ids, c.hidden, c.t = 1, len(sink.layer_ids), self._tap_ids, sink.hidden, sink.t
         layout.put_slice(c.buf, sink.buf, device)
+        self._taps = self._armed(), sink
 
     def _plane_beside(self, name: str, e: Any, n: int) -> Any:
         """The reserved plane, or one allocated now; a larger one replaces it."""
         key = name, next(d for d, device in enumerate(self.devices) if device is e)
+        c = getattr(self._c, name)
         found = self._lazy.get(key) or self._planes.get((name, None, key[1]))
+        if c.ptr and c.len >= n and c.device == ordinal(e) and (found is None or found.len < n):
+            return self._slice_of(c, key[1])  # a C caller made it
         if found is not None and found.len >= n:
             return found
         if getattr(e, "recording", None) is not None:
@@ -203,6 +250,7 @@ class CacheBeside(CacheRules):
         if key in self._lazy:
             self._retired.append((key, self._lazy[key]))  # a graph may hold its address
         self._lazy[key] = made
+        layout.put_slice(c, made, ordinal(e))
         return made
 
     def _check_last_device(self, e: Any, what: str) -> None:

@@ -52,7 +52,7 @@ from memra_driver.place import (
     zero_actions,
 )
 from memra_driver.plan import CacheOptions, CachePlan
-from memra_driver.snapshot import CacheSnapshot
+from memra_driver.snapshot import CacheSnapshot, drop_snapshots
 
 __all__ = ["Cache", "CacheSnapshot", "CacheState", "DflashTapSink", "KvLayer", "RecurLayer"]
 
@@ -86,9 +86,15 @@ class Cache(CacheClock):
         self._counter_layers = [
             [il for il in range(n_layer) if plan.has_kv(il) and plan.device_of(il) == d] for d in range(plan.n_devices)
         ]
-        for d, c in enumerate(self._devices_c):
-            for name in ("pos_d", "health"):
-                layout.put_slice(getattr(c, name), self._planes[name, None, d], ordinal(self.devices[d]))
+        for il, (kv_c, heads) in enumerate(zip(self._kv_c, map(cfg.heads, range(n_layer)), strict=True)):
+            source = plan.kv_source(il)
+            kv_c.n_head, kv_c.kv_source = (0, -1) if source is None else (heads, source)
+        for d, (c, e) in enumerate(zip(self._devices_c, self.devices, strict=True)):
+            for name in ("pos_d", "health", "counters", "states"):
+                if (name, None, d) in self._planes:
+                    layout.put_slice(getattr(c, name), self._planes[name, None, d], ordinal(e))
+            c.ordinal, c.has_arena, c.handle = ordinal(e), has_arena(e), getattr(e, "c_handle", 0)
+            c.stream = getattr(getattr(e, "stream", None), "handle", 0)
         self._c = layout.CacheC(
             struct_size=ctypes.sizeof(layout.CacheC),
             abi_version=layout.ABI_VERSION,
@@ -99,7 +105,16 @@ class Cache(CacheClock):
             devices=self._devices_c,
             n_devices=len(self.devices),
             id=next(_ids),
+            logits_at=-1,
+            round_limit=plan.options.round_width,
+            max_rows=plan.options.max_rows,
+            n_vocab=cfg.n_vocab,
+            strict=plan.options.strict,
         )
+        for name in ("logits", "taps"):
+            for (plane, _, d), found in self._planes.items():
+                if plane == name:
+                    layout.put_slice(getattr(self._c, name), found, ordinal(self.devices[d]))
         self.cfg = cfg
         self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
         self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced
@@ -150,7 +165,10 @@ class Cache(CacheClock):
         self._c.state = CacheState.CLOSED
         if self.open_round is not None:
             self.open_round.over()
-        self._invalidate_snapshots("its cache is closed")
+        drop_snapshots(self._c)
+        while self._c.owned:  # what the C library allocated for it
+            self._c.owned, owned = self._c.owned.contents.next, self._c.owned
+            owned.contents.release(owned)
         owners = [*self._owners, *self._lazy.values(), *(plane for _, plane in self._retired)]
         self._owners, self._lazy, self._retired = [], {}, []
         close_slices(owners)
@@ -171,7 +189,7 @@ class Cache(CacheClock):
         """A new snapshot of this moment, on each layer's own device. Allocates; waits for nothing."""
         self.check_device(e)
         self.check_settled("snapshot")
-        snap = CacheSnapshot(self.id, self.cfg.n_layer)
+        snap = CacheSnapshot(self._c)
         try:
             for d, device in enumerate(self.devices):
                 run_actions(snap.allocate(self.plan, self.recur, d, device), lambda: None)
@@ -194,7 +212,7 @@ class Cache(CacheClock):
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             actions += snap.renew(self.plan, self.recur, d, device)
-        snap.invalid = "a snapshot_into failed half way"
+        snap.begin_stamp()
         run_actions(actions, lambda: None)
         self._stamp(snap)
 
@@ -372,11 +390,6 @@ class Cache(CacheClock):
         """What was allocated on first use, by name and device index."""
         return [*self._lazy.items(), *self._retired]
 
-    def _invalidate_snapshots(self, why: str) -> None:
-        for snap in self._snapshots:
-            snap.invalid = snap.invalid or why
-
     def _stamp(self, snap: CacheSnapshot) -> None:
         """Notes in snap where the cache stands, once its copies are enqueued."""
-        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
-        snap.pos, snap.generation, snap.invalid = self.pos, self.generation, ""
+        snap.stamp([None if layer is None else layer.len for layer in self.kv], self.pos, self.generation)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from memra_driver.beside import CacheBeside
 from memra_driver.errors import CapacityError, ConfigError, StateError
-from memra_driver.layout import CacheState
+from memra_driver.layout import CacheState, Invalid
 from memra_driver.place import Action, commit_counter_actions, copy_actions, counter_actions, run_actions
-from memra_driver.snapshot import CacheSnapshot
+from memra_driver.snapshot import CacheSnapshot, snapshots_of
 
 if TYPE_CHECKING:
     from memra_driver.graph import Graph
@@ -21,7 +21,6 @@ class CacheClock(CacheBeside):
 
     _counter_layers: list[list[int]]
     _snapshots: weakref.WeakSet[CacheSnapshot]
-    _sure_pos = 0  # while unsettled: where the cache stood when the host last knew
 
     def advance(self, e: Any, n: int = 1) -> None:
         """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
@@ -89,7 +88,7 @@ class CacheClock(CacheBeside):
     def unsettle(self, since: int) -> None:
         """The devices know a count that the host does not: pos is the most that it can be, and at least `since`."""
         if self.state is not CacheState.UNSETTLED:
-            self._sure_pos = since
+            self._c.sure_pos = since
         self.set_state(CacheState.UNSETTLED)
         graph = self.recording
         if graph is not None:
@@ -98,7 +97,7 @@ class CacheClock(CacheBeside):
     def drop_unsure_logits(self) -> None:
         """Before tokens follow on a count that the host does not know: whether logits parked with it stand is lost."""
         if self.state is CacheState.UNSETTLED:
-            self.drop_logits_above(self._sure_pos)
+            self.drop_logits_above(self._c.sure_pos)
 
     def prepare_replay(self, e: Any) -> None:
         """Before a recorded graph is launched: stamps the counters, and brings each state to where it was born.
@@ -147,9 +146,9 @@ class CacheClock(CacheBeside):
     def give_up(self, stands: int) -> None:
         """K/V rows at and above `stands` are given up: snapshots and logits that count on them are no longer true."""
         self.drop_logits_above(stands)
-        for snap in self._snapshots:
-            if snap.pos > stands and not snap.invalid:
-                snap.invalid = f"it stands at position {snap.pos}, and the rows from {stands} on were given up since"
+        for snap in snapshots_of(self._c):
+            if snap.pos > stands and snap.invalid == Invalid.VALID:
+                snap.invalid, snap.given_up = Invalid.GIVEN_UP, stands
 
     def commit_actions(self, count: Any, accept: int, rows: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Ends a step on the devices: len_d of the layers of `lens`, and pos_d.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from memra_driver import driver
 from memra_driver.errors import DriverError, StateError
-from memra_driver.layout import CacheState
+from memra_driver.layout import CacheState, Recorder
 from memra_driver.memory import Closing
 
 if TYPE_CHECKING:
@@ -30,20 +30,19 @@ class Clock:
     pos: int
     lens: list[int | None]
     state: CacheState
-    logits_at: int | None
-    logits_row: Any
+    logits: Any
 
     @classmethod
     def of(cls, cache: CacheClock) -> Clock:
         lens = [None if layer is None else layer.len for layer in cache.kv]
-        return cls(cache.pos, lens, cache.state, cache.logits_at, cache.logits_row)
+        return cls(cache.pos, lens, cache.state, cache.kept_logits())
 
     def put(self, cache: CacheClock) -> None:
         if cache.state is CacheState.CLOSED:
             return
         cache.end_step(self.pos)
         cache.set_state(self.state)
-        cache.hold_logits(self.logits_row, self.logits_at)
+        cache.restore_logits(self.logits)
         for layer, length in zip(cache.kv, self.lens, strict=True):
             if layer is not None and length is not None:
                 layer.len = length
@@ -109,6 +108,7 @@ class Graph(Closing):
         if cache.step_rows or cache.open_round is not None:
             raise StateError("capture: a step or a round was open when the capture began; end it first")
         self.moves.append(Move(cache, Clock.of(cache)))
+        cache.set_recorder(Recorder.PYTHON)
 
     def note(self, cache: CacheClock, end: int) -> None:
         """Rows below position `end` are written by a launch that starts where the capture started."""
@@ -159,6 +159,7 @@ class Graph(Closing):
             if cache.open_round is not None:
                 cache.open_round.over()
             begin.put(cache)
+            cache.set_recorder(Recorder.NONE)
         if spoiled:
             raise StateError("a cache was closed or an operation interrupted inside the capture; it is given up")
         if unfinished:
@@ -171,6 +172,7 @@ class Graph(Closing):
             if move.cache.open_round is not None:
                 move.cache.open_round.over()
             move.begin.put(move.cache)
+            move.cache.set_recorder(Recorder.NONE)
 
     def close(self) -> None:
         """Frees the graph; may be called twice."""

@@ -103,6 +103,9 @@ class RecurLayer:
         c.num_k, c.num_v, c.state_size = ssm.group_count, ssm.time_step_rank, ssm.state_size
         names = ("conv_state", "ssm_state", "ssm_state_alt")
         self.home, self.away = planes["ssm_state", il, d], planes["ssm_state_alt", il, d]  # where each was born
+        c.home, c.away = self.home.ptr, self.away.ptr
+        if ("tape", il, d) in planes:
+            layout.put_slice(c.tape, planes["tape", il, d], ordinal(owner))
         self._planes = _bind(c, {name: planes[name, il, d] for name in names}, owner)
 
     conv_state = _plane("conv_state", "f32 [conv_dim, d_conv - 1], raw inputs, column 0 the oldest")

@@ -74,8 +74,8 @@ def check_fit(plan: CachePlan, devices: Sequence[Any]) -> None:
 def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[dict[Key, Any], list[Any]]:
     """Allocates every plane: views into one cleared arena per device, or the seven operations in the Rust order.
 
-    Returns the planes by key and the allocations that own them. An arena also has the plane "counters",
-    which spans its len_d and pos_d. On a failure nothing stays allocated.
+    Returns the planes by key and the allocations that own them. An arena also has the planes "counters", which
+    spans its len_d and pos_d, and "states", which a snapshot keeps. On a failure nothing stays allocated.
     """
     planes: dict[Key, Any] = {}
     owners: list[Any] = []
@@ -90,6 +90,8 @@ def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[dict[Key, Any], list
                 packed = [row for row in mine if row.dtype == "i32"]
                 first = min(row.offset for row in packed)
                 planes["counters", None, device.device] = arena.plane(first, len(packed), DTYPE_NAMES["i32"])
+                begin, end = device.snapshot
+                planes["states", None, device.device] = arena.plane(begin, (end - begin) // 4, DTYPE_NAMES["f32"])
         for row in plan.planes:
             e = devices[row.device]
             if not has_arena(e):

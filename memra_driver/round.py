@@ -38,7 +38,18 @@ class Round:
         if not 1 <= width <= limit:
             raise ConfigError(f"a round of width {width}; the cache was built with CacheOptions(round_width={limit})")
         self.cache, self.e, self.width = cache, e, width
-        self._open = False
+        self._mine = False
+
+    @classmethod
+    def begun(cls, cache: Cache) -> Round:
+        """The round that is open already: a C caller began it."""
+        made = cls.__new__(cls)
+        made.cache, made.e, made.width, made._mine = cache, cache.devices[0], cache.as_c().contents.round_width, True
+        return made
+
+    @property
+    def _open(self) -> bool:
+        return self._mine and self.cache.open_round is self
 
     def __enter__(self) -> Self:
         cache = self.cache
@@ -50,7 +61,8 @@ class Round:
         if cache.open_round is not None:
             raise StateError("a round is open already")
         cache.check_lengths()
-        self._open, cache.open_round = True, self
+        self._mine = True
+        cache.begin_round(self, self.width)
         return self
 
     def __exit__(
@@ -70,7 +82,8 @@ class Round:
 
     def over(self) -> None:
         """Ends the round without touching the device: its cache was closed or tainted, or its capture given up."""
-        self._open, self.cache.open_round = False, None
+        self._mine = False
+        self.cache.begin_round(None, 0)
 
     def commit(self, accept_len: int) -> None:
         """The first accept_len rows of the step stand; pos moves by as many."""

@@ -16,7 +16,7 @@ from memra_driver import layout
 from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, MemraError, SnapshotError, StateError
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
-from memra_driver.layout import CacheState, StepOp
+from memra_driver.layout import CacheState, Recorder, StepOp
 from memra_driver.place import Key
 from memra_driver.plan import CachePlan
 from memra_driver.snapshot import CacheSnapshot
@@ -52,7 +52,7 @@ class CacheRules:
     recur: list[RecurLayer | None]
     plan: CachePlan
     _planes: dict[Key, Any]
-    open_round: Round | None = None
+    _round: Round | None = None
     _c: layout.CacheC
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
@@ -80,13 +80,33 @@ class CacheRules:
         """Whether kernels must take the position from pos_d: in a capture, or where the host does not know it."""
         return self.state is CacheState.UNSETTLED or self.recording is not None
 
+    @property
+    def open_round(self) -> Round | None:
+        """The round that is open, whoever began it."""
+        width = self._c.round_width
+        if not width:
+            return None
+        if self._round is None or self._round.width != width:
+            from memra_driver.round import Round
+
+            self._round = Round.begun(cast("Cache", self))
+        return self._round
+
+    def begin_round(self, round_: Round | None, width: int) -> None:
+        """A round of `width` is open from now on; None: none is."""
+        self._round, self._c.round_width = round_, width
+
     def set_state(self, state: CacheState) -> None:
         self._c.state = state
+
+    def set_recorder(self, recorder: Recorder) -> None:
+        self._c.recorder = recorder
 
     # Checks. Each raises before anything is changed.
 
     def check_recording(self, what: str) -> None:
         """In a capture: the graph learns of the cache, or `what` is refused."""
+        self._check_recorder(what)
         graph = self.recording
         if graph is None:
             return
@@ -95,8 +115,13 @@ class CacheRules:
         graph.touch(cast("Cache", self))
 
     def check_not_recording(self, what: str) -> None:
+        self._check_recorder(what)
         if self.recording is not None:
             raise StateError(f"{what}: a capture is open; only steps and rounds can be recorded")
+
+    def _check_recorder(self, what: str) -> None:
+        if self._c.recorder == Recorder.C:
+            raise StateError(f"{what}: the C library records this cache; end that capture first")
 
     def check_device(self, e: Any) -> None:
         if not any(e is each for each in self.devices):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memra_driver.layers import RecurLayer
-from memra_driver.layout import DTYPE_NAMES
+from memra_driver import layout
+from memra_driver.errors import SnapshotError
+from memra_driver.layers import RecurLayer, fixed, scalar
+from memra_driver.layout import DTYPE_NAMES, Invalid, SnapshotC
 from memra_driver.memory import Closing
 from memra_driver.place import Action, close_slices, copy_actions, has_arena
 from memra_driver.plan import CachePlan
@@ -20,16 +24,73 @@ class CacheSnapshot(Closing):
     `pos` were discarded; `snapshot_into` makes it good again.
     """
 
-    def __init__(self, cache_id: int, n_layer: int) -> None:
-        self.kv_len: list[int | None] = [None] * n_layer
+    pos = scalar("pos", "where it stands")
+    cache_id = fixed("cache_id", "whose it is")
+    generation = fixed("generation", "resets of the cache before it")
+
+    def __init__(self, cache_c: layout.CacheC) -> None:
+        n_layer = cache_c.n_layer
+        self._lens_c = (ctypes.c_int64 * n_layer)(*[-1] * n_layer)
+        self._conv_c, self._ssm_c = (layout.SliceC * n_layer)(), (layout.SliceC * n_layer)()
+        self._c = SnapshotC(
+            kv_len=self._lens_c, conv=self._conv_c, ssm=self._ssm_c, n_layer=n_layer, cache_id=cache_c.id,
+            generation=cache_c.generation,
+        )  # fmt: skip
+        self._lens: list[int | None] = [None] * n_layer
+        self._seen = 0  # the stamp that _lens is of
         self.conv: list[Any] = [None] * n_layer
         self.ssm: list[Any] = [None] * n_layer
-        self.pos = 0
-        self.cache_id = cache_id
-        self.generation = 0
-        self.invalid = ""  # why it cannot be used; "" when it can
         self.is_closed = False
         self._buffers: list[Any] = []
+        self._c.next, cache_c.snapshots = cache_c.snapshots, ctypes.pointer(self._c)
+        self._unlink = weakref.finalize(self, _unlink, cache_c, self._c)
+        self._unlink.atexit = False
+
+    @property
+    def kv_len(self) -> list[int | None]:
+        """K/V length of each layer, None where it has none; the list may be changed."""
+        if self._seen != self._c.stamps:
+            self._lens, self._seen = [None if n < 0 else n for n in self._lens_c], self._c.stamps
+        return self._lens
+
+    @kv_len.setter
+    def kv_len(self, lens: Sequence[int | None]) -> None:
+        self._lens, self._seen = list(lens), self._c.stamps
+
+    @property
+    def invalid(self) -> str:
+        """Why it cannot be restored; "" when it can."""
+        c = self._c
+        return {
+            Invalid.VALID: "",
+            Invalid.GIVEN_UP: f"it stands at position {c.pos}, and the rows from {c.given_up} on were given up since",
+            Invalid.HALF_WAY: "a snapshot_into failed half way",
+            Invalid.CACHE_CLOSED: "its cache is closed",
+            Invalid.CLOSED: "it is closed",
+        }[Invalid(c.invalid)]
+
+    def as_c(self) -> Any:
+        """Pointer to the memra_snapshot struct, as the fields stand now; valid as long as this object lives."""
+        n_layer = self._c.n_layer
+        if not len(self.kv_len) == len(self.conv) == len(self.ssm) == n_layer:
+            raise SnapshotError(f"a snapshot has {n_layer} entries in kv_len, conv and ssm")
+        self._lens_c[:] = [-1 if n is None else n for n in self.kv_len]
+        for kept, c in ((self.conv, self._conv_c), (self.ssm, self._ssm_c)):
+            for il, plane in enumerate(kept):
+                c[il] = layout.SliceC()
+                if plane is not None:
+                    layout.put_slice(c[il], plane, getattr(plane, "device", -1))
+        return ctypes.pointer(self._c)
+
+    def begin_stamp(self) -> None:
+        """Copies are under way: should they fail, it cannot be restored."""
+        self._c.invalid = Invalid.HALF_WAY
+
+    def stamp(self, lens: list[int | None], pos: int, generation: int) -> None:
+        """Its copies are enqueued: it stands where the cache does."""
+        c = self._c
+        self._lens_c[:] = [-1 if n is None else n for n in lens]
+        c.pos, c.generation, c.invalid, c.stamps = pos, generation, Invalid.VALID, c.stamps + 1
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +99,8 @@ class CacheSnapshot(Closing):
 
     def close(self) -> None:
         """Frees the copies; may be called twice."""
-        self.is_closed, self.invalid = True, "it is closed"
+        self.is_closed, self._c.invalid = True, Invalid.CLOSED
+        self._unlink()
         close_slices(self._buffers)
         self._buffers, self.conv, self.ssm = [], [None] * len(self.conv), [None] * len(self.ssm)
 
@@ -75,3 +137,31 @@ class CacheSnapshot(Closing):
             if layer is not None and plan.device_of(il) == d:
                 found += [(layer.conv_state, self.conv[il]), (layer.ssm_state, self.ssm[il])]
         return found
+
+
+def snapshots_of(cache_c: layout.CacheC) -> Iterator[SnapshotC]:
+    """Every open snapshot of a cache, Python's and C's."""
+    node = cache_c.snapshots
+    while node:
+        yield node.contents
+        node = node.contents.next
+
+
+def drop_snapshots(cache_c: layout.CacheC) -> None:
+    """The cache is closed: its snapshots fit nothing any more, and are on their own."""
+    for snap in list(snapshots_of(cache_c)):
+        snap.invalid, snap.next = Invalid.CACHE_CLOSED, None
+    cache_c.snapshots = None
+
+
+def _unlink(cache_c: layout.CacheC, snap_c: SnapshotC) -> None:
+    """Takes a snapshot out of its cache's list, if it still stands there."""
+    before: Any = None
+    for each in snapshots_of(cache_c):
+        if ctypes.addressof(each) == ctypes.addressof(snap_c):
+            if before is None:
+                cache_c.snapshots = each.next
+            else:
+                before.next = each.next
+            return
+        before = each

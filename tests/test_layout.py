@@ -21,7 +21,7 @@ from memra_driver.cache import Cache
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.health import Fault
 from memra_driver.kvdev import HostDev
-from memra_driver.layout import CacheState, StepOp
+from memra_driver.layout import CacheState, Invalid, Recorder, StepOp
 
 HEADERS = Path(memra_driver.get_include())
 STRICT = ("-Wall", "-Wextra", "-Werror", "-pedantic")
@@ -70,7 +70,8 @@ def probe() -> str:
     for name in ("q8_0", "q5_1", "q4_0", "fp8"):
         code = f"MEMRA_{name.upper()}"
         lines.append(f'    printf("{name} %d %zu\\n", (int){code}, sizeof(memra_{name}));')
-    numbers = [key for name in ("dtype", "state", "step_op", "fault") for key in enum_of(f"memra_{name}")]
+    enums = ("dtype", "state", "step_op", "fault", "invalid", "recorder")
+    numbers = [key for name in enums for key in enum_of(f"memra_{name}")]
     for key in (*numbers, "MEMRA_ABI_VERSION", "MEMRA_FAULT_KINDS", "MEMRA_BLOCK"):
         lines.append(f'    printf("{key} %d 0\\n", (int){key});')
     return "\n".join([*lines, "    return 0;", "}", ""])
@@ -118,6 +119,8 @@ def test_numbers_of_the_header_are_those_of_python(language: str) -> None:
         **{f"MEMRA_{state.name}": int(state) for state in CacheState},
         **{f"MEMRA_OP_{op.name}": int(op) for op in StepOp},
         **{f"MEMRA_FAULT_{fault.name}": int(fault) for fault in Fault},
+        **{f"MEMRA_INVALID_{why.name}": int(why) for why in Invalid if why}, "MEMRA_VALID": 0,
+        "MEMRA_NOT_RECORDING": 0, "MEMRA_RECORDED_BY_PYTHON": Recorder.PYTHON, "MEMRA_RECORDED_BY_C": Recorder.C,
         "MEMRA_ABI_VERSION": layout.ABI_VERSION, "MEMRA_FAULT_KINDS": len(Fault), "MEMRA_BLOCK": BLOCK,
     }  # fmt: skip
     assert {code: dtype.name for code, dtype in layout.DTYPES.items()} == {1: "uint8", 2: "int32", 3: "float32"}
