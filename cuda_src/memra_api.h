@@ -234,7 +234,7 @@ MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);  /* SHA-256 as Cac
 
 MEMRA_API int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot);
 MEMRA_API int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot);
-MEMRA_API int memra_snapshot_free(memra_cache *cache, memra_snapshot *snapshot);  /* of memra_snapshot_new; NULL is fine */
+MEMRA_API int memra_snapshot_free(memra_snapshot *snapshot);  /* what memra_snapshot_new made; NULL does nothing */
 MEMRA_API int memra_rollback(memra_cache *cache, memra_snapshot *snapshot, int64_t accept_len);
 MEMRA_API int memra_truncate(memra_cache *cache, int64_t new_len);
 MEMRA_API int memra_reset(memra_cache *cache);

@@ -148,40 +148,68 @@ typedef struct memra_cache_own {
 } memra_cache_own;
 
 /* Rules: each is a refusal or MEMRA_OK, and changes nothing. `what` begins the sentence. */
-int memra_check_cache(memra_cache *cache);  /* not NULL, this ABI, every device bound and open, not forked */
-int memra_check_state(const memra_cache *cache, const char *what, uint32_t allowed);  /* bits 1 << enum memra_state */
-int memra_check_open(const memra_cache *cache, const char *what);
-int memra_check_settled(memra_cache *cache, const char *what);
-int memra_check_not_recording(memra_cache *cache, const char *what);
+int memra_check_cache(const memra_cache *cache, const char *what);  /* of this ABI, open, on open devices, not forked */
+int memra_check_state(const memra_cache *cache, const char *what, uint32_t allowed);  /* bits MEMRA_IN(state) */
+int memra_check_settled(memra_cache *cache, const char *what);  /* ready, and no step, round or capture open */
+int memra_check_steppable(const memra_cache *cache, const char *what);
+int memra_check_not_recording(const memra_cache *cache, const char *what);
 int memra_check_recording(memra_cache *cache, const char *what);  /* in a capture: the graph learns of the cache */
+int memra_check_readable(memra_cache *cache, const char *what);   /* an operation that changes nothing */
+int memra_check_replay(const memra_cache *cache, const char *what, int64_t rows);
+int memra_check_length(const memra_cache *cache, const char *name, int64_t value);
 int memra_check_lengths(const memra_cache *cache);
-int memra_check_replayable(memra_cache *cache, const char *what, int64_t need);
+int memra_check_replayable(const memra_cache *cache, const char *what, int64_t need);
 int memra_check_not_ahead(const memra_cache *cache, int32_t il);
 #define MEMRA_IN(state) (1u << (state))
 
-/* The device of memra_cache.devices[d]; of a layer; both after memra_check_cache. */
+/* Layer il, of the kind asked for; a sentence otherwise. */
+int memra_kv_of(const memra_cache *cache, int32_t il, memra_kv_layer **layer);
+int memra_recur_of(const memra_cache *cache, int32_t il, memra_recur_layer **layer);
+
+/* Memory of an argument: not null, 4-byte aligned, and what is written shares nothing with anything else. */
+typedef struct memra_range {
+    const char *name;
+    uint64_t ptr;
+    uint64_t n_bytes;
+} memra_range;
+int memra_check_rows(int64_t rows);
+int memra_range_of(const char *name, uint64_t ptr, int64_t rows, int64_t columns, int32_t item_bytes, memra_range *range);
+int memra_check_ranges(const memra_range *outputs, int32_t n_outputs, const memra_range *inputs, int32_t n_inputs);
+
+/* One mutating operation of a step: checked before its launch, noted after it. */
+int memra_step_check(memra_cache *cache, int32_t il, uint32_t op, int64_t rows);
+void memra_step_done(memra_cache *cache, int32_t il, uint32_t op, int64_t rows);
+
+/* The device of memra_cache.devices[d]; after memra_check_cache. */
 memra_device *memra_device_at(const memra_cache *cache, int32_t d);
-bool memra_device_clock(const memra_cache *cache);  /* kernels must take the position from pos_d */
+int32_t memra_last_device(const memra_cache *cache);  /* index of the last layer's, where logits live */
 struct memra_graph *memra_recording(const memra_cache *cache);
+bool memra_device_clock(const memra_cache *cache);  /* kernels must take the position from pos_d */
 void memra_end_step(memra_cache *cache, int64_t pos);
+void memra_swap_states(memra_recur_layer *layer);
 void memra_taint(memra_cache *cache);
 void memra_give_up(memra_cache *cache, int64_t stands);
 void memra_drop_logits_above(memra_cache *cache, int64_t stands);
 void memra_keep_logits(memra_cache *cache, int64_t at);  /* -1: forgotten */
 void memra_unsettle(memra_cache *cache, int64_t since);
 void memra_drop_unsure_logits(memra_cache *cache);
+int memra_check_strict(memra_cache *cache);
 
-/* ---- The clock (memra_clock.c) ---- */
+/* ---- What changes a cache in several calls of the driver. *done: whether one of them was made already; where a later one
+ * fails the cache is tainted: `return memra_end(cache, &done, status)`. ---- */
 
-/* Stamps len_d of the layers with lens[il] >= 0, and every pos_d. A failure after the first launch taints. */
-int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos);
-/* Ends a step on the devices: the layers with in[il] stand at pos_d + accepted, and pos_d moves by as many. */
-int memra_move_counters(memra_cache *cache, const uint8_t *in, uint64_t accept_d, int64_t accept, int64_t rows);
-
-/* ---- Copies (memra_copies.c) ---- */
-
-/* dst, src, bytes of planes that were born whole; neighbours in an arena become one range. Sorts entries in place. */
-int memra_copy_planes(memra_device *device, memra_copy *entries, int64_t n);
+int memra_end(memra_cache *cache, const bool *done, int status);
+/* len_d of the layers with lens[il] >= 0, and every pos_d (memra_clock.c). */
+int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos, bool *done);
+/* The layers with in[il] stand at pos_d + the accepted rows, and pos_d moves by as many. */
+int memra_move_counters(
+    memra_cache *cache, const uint8_t *in, uint64_t accept_d, int64_t accept, int64_t rows, bool *done);
+/* Either of the two, as the clock demands: lens[il] >= 0 where a layer takes part. */
+int memra_commit_counters(
+    memra_cache *cache, const int64_t *lens, uint64_t accept_d, int64_t accept, int64_t rows, int64_t pos, bool *done);
+/* Whole planes: neighbours in an arena become one range, and more than two ranges one launch (memra_copies.c). */
+int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
+int memra_clear_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
 
 /* ---- Graphs (memra_graph.c) ---- */
 

@@ -89,6 +89,7 @@ class Cache(CacheClock):
         for il, (kv_c, heads) in enumerate(zip(self._kv_c, map(cfg.heads, range(n_layer)), strict=True)):
             source = plan.kv_source(il)
             kv_c.n_head, kv_c.kv_source = (0, -1) if source is None else (heads, source)
+            kv_c.device_index = self._recur_c[il].device_index = plan.device_of(il)
         for d, (c, e) in enumerate(zip(self._devices_c, self.devices, strict=True)):
             for name in ("pos_d", "health", "counters", "states"):
                 if (name, None, d) in self._planes:
