@@ -13,105 +13,29 @@ while the number is odd.
 from __future__ import annotations
 
 import json
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any
 
-from memra_driver.config import LayerKind, ModelConfig
+from memra_driver.config import LayerKind, ModelConfig, SsmConfig
 from memra_driver.errors import ConfigError
 from memra_driver.formats import BLOCK, BlockFormat, FormatPolicy
 from memra_driver.layout import DTYPE_NAMES, HEALTH_BYTES
+from memra_driver.options import MAX_INT as MAX_INT
+from memra_driver.options import CacheOptions as CacheOptions
+from memra_driver.planes import PLANES, DevicePlan, Plane
+from memra_driver.planes import PlanRow as PlanRow
 
 ALIGN_BYTES = 256  # what the driver's own allocations have
 TAIL_PAD_BYTES = 8  # an aligned-word reader may look past the last block of a full plane
-MAX_INT = 2**31 - 1  # positions are i32 on the device, and so are the columns of a row that a kernel takes
+MAX_BYTES = 2**63 - 1  # lengths and offsets are i64 in the C structs
 MAX_D_CONV = 8
 SCAN_STATE_SIZES = (32, 64, 128, 256)
 ATTEND_GROUPS = 132  # groups of key tiles that attention sums apart
 ATTEND_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 MAX_GQA = 16
-
-# Section of the arena by plane; MTP layers keep the outer places around the trunk's states.
-_KV, _COUNTER, _HEALTH, _CONV, _SSM_MTP, _SSM, _ALT, _ALT_MTP, _TAPE, _LOGITS, _TAPS = range(11)
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """What a cache reserves and how it behaves.
-
-    max_rows: rows that one attend takes. round_width: widest Round; 0 plans no tape.
-    reserve_logits: allocate the parked logits at birth. reserve_taps: (layer_ids, rows) of a tap
-    sink to allocate at birth. skip_mtp_state: trailing MTP layers get neither K/V nor state.
-    strict: once the error record is not empty, digest and settle (the calls that wait) raise HealthError.
-    """
-
-    max_rows: int = 16
-    round_width: int = 0
-    reserve_logits: bool = False
-    reserve_taps: tuple[tuple[int, ...], int] | None = None
-    skip_mtp_state: bool = False
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_rows", _count("max_rows", self.max_rows, 1))
-        object.__setattr__(self, "round_width", _count("round_width", self.round_width, 0))
-        if self.reserve_taps is not None:
-            try:
-                layer_ids, rows = self.reserve_taps
-                layer_ids = tuple(map(operator.index, layer_ids))
-            except (TypeError, ValueError):
-                raise ConfigError(
-                    f"CacheOptions.reserve_taps is {self.reserve_taps!r}; it takes (layer_ids, rows)"
-                ) from None
-            if not layer_ids:
-                raise ConfigError("CacheOptions.reserve_taps names no layer; at least 1")
-            rows = _count("reserve_taps rows", rows, 1)
-            object.__setattr__(self, "reserve_taps", (layer_ids, rows))
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    """value as an int that is at least `least`; else ConfigError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ConfigError(f"CacheOptions.{name} is {value!r}; it must be a whole number")
-    if operator.index(value) < least:
-        raise ConfigError(f"CacheOptions.{name} is {value}; it must be at least {least}")
-    return operator.index(value)
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """One buffer: `len` elements of `dtype` ("u8", "i32", "f32") at `offset` bytes in its device's arena.
-
-    `group` says which sum it counts in; a row of group "padding" only fills the arena.
-    """
-
-    name: str
-    plane: str
-    layer: int | None
-    device: int
-    dtype: str
-    len: int
-    bytes: int
-    offset: int
-    group: str
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """Sums of one device. `snapshot` is the arena's byte range that a snapshot keeps."""
-
-    device: int
-    plane_bytes: int
-    arena_bytes: int
-    snapshot: tuple[int, int]
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of one snapshot on this device."""
-        return self.snapshot[1] - self.snapshot[0]
+_BY_NAME = {plane.name: plane for plane in PLANES}
 
 
 def attend_part_bytes(rows: int, n_head: int, head_dim_v: int) -> int:
@@ -168,6 +92,8 @@ class CachePlan:
         self.placement = tuple(range(n_stages)) if placement is None else tuple(placement)
         if len(self.placement) != n_stages:
             raise ConfigError(f"{len(self.placement)} devices for the {n_stages} stages of fence {list(self.fence)}")
+        if not all(0 <= device < n_stages for device in self.placement):
+            raise ConfigError(f"placement {list(self.placement)}: devices are 0 .. {n_stages - 1}, at most one a stage")
         self.n_devices = max(self.placement) + 1
         self._check_geometry()
         self.planes = tuple(self._walk())
@@ -213,6 +139,8 @@ class CachePlan:
     def _check_geometry(self) -> None:
         cfg, ssm = self.cfg, self.cfg.ssm
         for il in range(cfg.n_layer):
+            if cfg.heads(il) > MAX_INT and self.kv_source(il) is not None:
+                raise ConfigError(f"layer {il}: n_head is {cfg.heads(il)} query heads; at most {MAX_INT}")
             if self.has_kv(il):
                 if cfg.kv_heads(il) < 1:
                     raise ConfigError(f"layer {il}: n_head_kv is {cfg.kv_heads(il)}; a layer with K/V needs at least 1")
@@ -252,51 +180,66 @@ class CachePlan:
 
     def _walk(self) -> list[PlanRow]:
         """Every plane in the order of the Rust walk, then what we add per device."""
-        cfg, ssm, planes = self.cfg, self.cfg.ssm, []
+        options, planes = self.options, []
 
-        def add(plane: str, il: int | None, device: int, dtype: str, length: int, group: str) -> None:
-            name = plane if il is None else f"layer{il:02}.{plane}"
-            if self.n_devices > 1 and il is None:
-                name = f"device{device}.{plane}"
-            planes.append(
-                PlanRow(name, plane, il, device, dtype, length, length * DTYPE_NAMES[dtype].itemsize, 0, group)
-            )
+        def add(owner: str, device: int, il: int | None = None) -> None:
+            for plane in PLANES:
+                if plane.owner == owner:
+                    planes.append(self._row(plane, device, il))
 
-        for il in range(cfg.n_layer):
-            device = self.device_of(il)
+        for il in range(self.cfg.n_layer):
             if self.has_kv(il):
-                k_tok_bytes, v_tok_bytes = self.tok_bytes(il)
-                add("k", il, device, "u8", self.max_ctx * k_tok_bytes + TAIL_PAD_BYTES, "kv")
-                add("v", il, device, "u8", self.max_ctx * v_tok_bytes + TAIL_PAD_BYTES, "kv")
-                add("len_d", il, device, "i32", 1, "counters")
-            elif self.has_state(il) and ssm is not None:
-                state = ssm.state_size * ssm.state_size * ssm.time_step_rank
-                add("conv_state", il, device, "f32", ssm.conv_dim * ssm.pad, "recurrent")
-                add("ssm_state", il, device, "f32", state, "recurrent")
-                add("ssm_state_alt", il, device, "f32", state, "double_buffer")
+                add("attention", self.device_of(il), il)
+            elif self.has_state(il):
+                add("recurrent", self.device_of(il), il)
         for device in range(self.n_devices):
-            add("pos_d", None, device, "i32", 1, "counters")
-            add("health", None, device, "u8", HEALTH_BYTES, "counters")
-        width = self.options.round_width
-        if width and ssm is not None:
-            # Per row: x of the convolution, then q, k, v and both gates of the scan.
-            row = ssm.conv_dim + ssm.time_step_rank * (3 * ssm.state_size + 2)
-            for il in filter(self.has_state, range(cfg.n_layer)):
-                add("tape", il, self.device_of(il), "f32", width * row, "tape")
-        if self.options.reserve_logits:
-            add("logits", None, self.placement[-1], "f32", cfg.n_vocab, "logits")
-        if self.options.reserve_taps is not None:
-            layer_ids, rows = self.options.reserve_taps
-            add("taps", None, self.device_of(layer_ids[0]), "f32", rows * len(layer_ids) * cfg.n_embd, "taps")
+            add("device", device)
+        if options.round_width:
+            for il in filter(self.has_state, range(self.cfg.n_layer)):
+                add("round", self.device_of(il), il)
+        if options.reserve_logits:
+            add("logits", self.placement[-1])
+        if options.reserve_taps is not None:
+            add("taps", self.device_of(options.reserve_taps[0][0]))
         return planes
 
+    def _row(self, plane: Plane, device: int, il: int | None) -> PlanRow:
+        if il is not None:
+            name = f"layer{il:02}.{plane.name}"
+        else:
+            name = plane.name if self.n_devices == 1 else f"device{device}.{plane.name}"
+        length = self._length(plane.name, -1 if il is None else il)
+        n_bytes = length * DTYPE_NAMES[plane.dtype].itemsize
+        if n_bytes > MAX_BYTES:
+            raise ConfigError(f"{name} needs more than {MAX_BYTES} bytes")
+        return PlanRow(name, plane.name, il, device, plane.dtype, length, n_bytes, 0, plane.group)
+
+    def _length(self, plane: str, il: int) -> int:
+        """Elements of a plane of layer il; il counts for planes of layers only."""
+        ssm, options = self.cfg.ssm or SsmConfig(), self.options
+        match plane:
+            case "k" | "v":
+                return self.max_ctx * self.tok_bytes(il)[plane == "v"] + TAIL_PAD_BYTES
+            case "len_d" | "pos_d":
+                return 1
+            case "health":
+                return HEALTH_BYTES
+            case "conv_state":
+                return ssm.conv_dim * ssm.pad
+            case "ssm_state" | "ssm_state_alt":
+                return ssm.state_size * ssm.state_size * ssm.time_step_rank
+            case "tape":  # per row: x of the convolution, then q, k, v and both gates of the scan
+                return options.round_width * (ssm.conv_dim + ssm.time_step_rank * (3 * ssm.state_size + 2))
+            case "logits":
+                return self.cfg.n_vocab
+            case "taps":
+                layer_ids, rows = options.reserve_taps or ((), 0)
+                return rows * len(layer_ids) * self.cfg.n_embd
+        raise AssertionError(plane)
+
     def _section(self, row: PlanRow) -> int:
-        mtp = row.layer is not None and self.is_mtp(row.layer)
-        return {
-            "k": _KV, "v": _KV, "len_d": _COUNTER, "pos_d": _COUNTER, "health": _HEALTH, "conv_state": _CONV,
-            "ssm_state": _SSM_MTP if mtp else _SSM, "ssm_state_alt": _ALT_MTP if mtp else _ALT,
-            "tape": _TAPE, "logits": _LOGITS, "taps": _TAPS,
-        }[row.plane]  # fmt: skip
+        plane = _BY_NAME[row.plane]
+        return plane.mtp_section if row.layer is not None and self.is_mtp(row.layer) else plane.section
 
     def _place(self) -> tuple[tuple[PlanRow, ...], tuple[DevicePlan, ...]]:
         """Offsets and padding rows; the counters of a device are packed, every other plane is aligned."""
@@ -304,22 +247,23 @@ class CachePlan:
         devices: list[DevicePlan] = []
         for device in range(self.n_devices):
             offset, plane_bytes = 0, 0
-            bounds: dict[int, int] = {}  # section -> where it begins
+            first: dict[str, int] = {}  # plane -> where the first of it stands
             mine = sorted((row for row in self.planes if row.device == device), key=self._section)
             for row, following in zip(mine, [*mine[1:], None], strict=True):
-                section = self._section(row)
-                bounds.setdefault(section, offset)
+                first.setdefault(row.plane, offset)
                 rows.append(replace(row, offset=offset))
                 offset += row.bytes
                 plane_bytes += row.bytes
-                packed = section == _COUNTER and following is not None and self._section(following) == _COUNTER
+                packed = row.dtype == "i32" and following is not None and following.dtype == "i32"
                 gap = 0 if packed else -offset % ALIGN_BYTES
                 if gap:
                     rows.append(PlanRow(f"{row.name}.pad", "pad", row.layer, device, "u8", gap, gap, offset, "padding"))
                     offset += gap
+            if offset > MAX_BYTES:
+                raise ConfigError(f"the arena of device {device} needs more than {MAX_BYTES} bytes")
             # Where no recurrent layer lives the range is empty.
-            begin = bounds.get(_CONV, offset)
-            end = next((bounds[s] for s in (_ALT, _ALT_MTP) if s in bounds), begin)
+            begin = first.get("conv_state", offset)
+            end = first.get("ssm_state_alt", begin)
             devices.append(DevicePlan(device, plane_bytes, offset, (begin, end)))
         return tuple(rows), tuple(devices)
 

@@ -253,6 +253,8 @@ def test_a_context_that_no_i32_counter_can_hold_is_refused(max_ctx: Any) -> None
 def test_a_row_that_a_kernel_cannot_count_in_an_int_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layer 0: .*kv_dim_k is 2147483648"):
         plan(attention_only(n_head_kv=2**16, head_dim_k=2**15, head_dim_v=32), max_ctx=0)
+    with pytest.raises(ConfigError, match=r"layer 0: n_head is 2147483648 query heads"):
+        plan(attention_only(n_head=2**31))
     with pytest.raises(ConfigError, match=r"layer 0: .*conv_dim is 2147483648"):
         plan(tiny(ssm=SsmConfig(conv_kernel=2, state_size=2**15, time_step_rank=2**15, group_count=2**14)))
 
@@ -263,7 +265,8 @@ def test_a_row_that_a_kernel_cannot_count_in_an_int_is_refused() -> None:
         {"max_rows": 0}, {"max_rows": -1}, {"max_rows": 1.5}, {"max_rows": "4"}, {"round_width": -1},
         {"round_width": 2.5}, {"round_width": None}, {"reserve_taps": ((), 1)}, {"reserve_taps": ((0,), 0)},
         {"reserve_taps": ((0,), -1)}, {"reserve_taps": ((0,), 1.5)}, {"reserve_taps": (("0",), 1)},
-        {"reserve_taps": ((0,),)}, {"reserve_taps": 3},
+        {"reserve_taps": ((0,),)}, {"reserve_taps": 3}, {"max_rows": 2**31}, {"round_width": 2**31},
+        {"reserve_taps": ((0,), 2**63)},
     ],
     ids=repr,
 )  # fmt: skip
@@ -311,6 +314,13 @@ def test_a_fence_ends_at_all_layers_or_at_the_trunk_and_mtp_layers_go_to_the_las
         assert [found.device_of(il) for il in range(9)] == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     with pytest.raises(ConfigError, match="9 or 8"):
         plan(cfg, fence=(0, 3, 7))
+
+
+@pytest.mark.parametrize("placement", [(0, 2), (-1, 0), (1,), (0, 1, 1)])
+def test_a_placement_on_devices_that_cannot_be_is_refused(placement: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"placement|devices for the 2 stages"):
+        CachePlan(tiny(), 8, POLICY, fence=(0, 4, 8), placement=placement)
+    assert CachePlan(tiny(), 8, POLICY, fence=(0, 4, 8), placement=(1, 0)).device_of(0) == 1
 
 
 @pytest.mark.parametrize("fence", [(0, 3, 8), (0, 1, 2, 8), (0, 3, 4, 8), (0, 8)])
@@ -413,6 +423,17 @@ def test_an_e4m3_plane_of_exactly_2_31_bytes_keeps_its_pad() -> None:
     cfg = attention_only(1, n_head_kv=64, head_dim_k=128, head_dim_v=128)
     found = CachePlan(cfg, 262_144, FormatPolicy(kv_fp8=True))
     assert [row.bytes for row in found.planes[:2]] == [2**31 + 8] * 2
+
+
+def test_bytes_that_no_i64_holds_are_refused_by_plane_or_device() -> None:
+    wide = {"n_head_kv": 2**16, "head_dim_k": 2**15 - 32, "head_dim_v": 2**15 - 32}  # 2**31 elements, or nearly
+    one = plan(attention_only(1, **wide), 2**31 - 1)
+    assert 2**61 < one.planes[1].bytes < one.planes[0].bytes < 2**63
+    with pytest.raises(ConfigError, match=rf"the arena of device 0 needs more than {2**63 - 1} bytes"):
+        plan(attention_only(3, **wide), 2**31 - 1)
+    assert len(plan(attention_only(3, **wide), 2**31 - 1, fence=(0, 1, 2, 3)).per_device) == 3
+    with pytest.raises(ConfigError, match=rf"taps needs more than {2**63 - 1} bytes"):
+        plan(tiny(n_embd=2**31), reserve_taps=((0,), 2**31 - 1))
 
 
 # Export
