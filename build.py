@@ -35,6 +35,7 @@ NEEDS = {
     "run": RUN,
     "test": [*RUN, "gguf", "hypothesis", "pytest"],
     "kernels": ["cuda.bindings"],
+    "native": [],
 }
 ARCHS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 
@@ -43,6 +44,7 @@ USAGE = """usage: python3 build.py COMMAND [ARGUMENT ...]
   run [ARGUMENT ...]                        memra-driver run: a speculative session, checked bit for bit
   test [PYTEST ARGUMENT ...]                the tests; with an NVIDIA GPU, those of the GPU as well
   kernels [--arch sm_90 ...] [--out DIR]    compile the CUDA kernels ahead of time
+  native                                    build libmemra_driver.so, the C library; run and test do it first
 
 Each sets up what it needs, in .venv beside this file, unless the Python that runs it has it all.
 `python3 build.py COMMAND --help` tells more.
@@ -61,6 +63,11 @@ on the GPU where there is one, else on the host. The arguments are those of `mem
 
 Runs the tests. Where the NVIDIA driver shows a device, a second process then runs those that need it (--gpu).
 The arguments go to pytest; `python3 build.py test -- --help` lists them.
+""",
+    "native": """usage: python3 build.py native
+
+Builds libmemra_driver.so into memra_driver/lib with the C compiler that CC names, else the first of cc, gcc and clang,
+unless it is there already, and prints its path. It needs nothing of Python's but the interpreter.
 """,
 }
 
@@ -157,7 +164,7 @@ def lacking(command: str, args: Sequence[str]) -> List[str]:
     if command == "run" and any(arg.endswith(".gguf") for arg in args):
         needs.append("gguf")
     absent = missing(needs)
-    if not absent and not in_venv():
+    if needs and not absent and not in_venv():
         found = probe()
         # The host needs no compiler.
         if not found["nvrtc"] and (command != "run" or found["devices"]):
@@ -327,20 +334,10 @@ def kernels(args: List[str]) -> int:
 
     options = kernel_options(args)
     try:
-        cubins = nvrtc.compile_all(options.arch)
-    except MemraError as error:
+        for arch, cubins in nvrtc.prebuild(options.arch, options.out).items():
+            print(f"{os.path.join(options.out, arch)}: {len(cubins)} cubins, {sum(map(len, cubins.values()))} bytes")
+    except (MemraError, OSError) as error:
         die(str(error))
-    for arch in options.arch:
-        folder = os.path.join(options.out, arch)
-        os.makedirs(folder, exist_ok=True)
-        for name in os.listdir(folder):
-            if name.endswith(".cubin"):  # of a source that has changed or gone
-                os.remove(os.path.join(folder, name))
-        mine = {nvrtc.prebuilt_path(source, arch).name: cubin for (source, of), cubin in cubins.items() if of == arch}
-        for name, cubin in mine.items():
-            with open(os.path.join(folder, name), "wb") as file:
-                file.write(cubin)
-        print(f"{folder}: {len(mine)} cubins, {sum(map(len, mine.values()))} bytes")
     return 0
 
 
@@ -359,7 +356,16 @@ def kernel_options(args: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-COMMANDS = {"run": run, "test": test, "kernels": kernels}
+def native(args: List[str]) -> int:
+    from memra_driver.native import build_if_possible
+
+    if args:
+        die(f"native takes no arguments, not {args[0]!r}", 2)
+    print(build_if_possible(die))
+    return 0
+
+
+COMMANDS = {"run": run, "test": test, "kernels": kernels, "native": native}
 
 
 def main(argv: List[str]) -> int:
@@ -390,15 +396,33 @@ def main(argv: List[str]) -> int:
     os.environ.pop(GUARD, None)
     sys.path.insert(0, ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    if command in ("run", "test"):
+        from memra_driver.native import build_if_possible
+
+        build_if_possible(say)
     return COMMANDS[command](args)
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """The wheel is pure Python, and takes along the cubins that `build.py kernels` has left."""
+    """The wheel takes along the headers and kernels, the cubins that `build.py kernels` has left, and the C library
+    where there is a compiler: it is of one platform then, and of any without."""
 
     def initialize(self, version: str, build_data: Dict[str, Any]) -> None:
-        if self.target_name == "wheel":
-            build_data["artifacts"].append("/memra_driver/cubins/**/*.cubin")  # ignored by git, wanted here
+        if self.target_name != "wheel":
+            return
+        sys.path.insert(0, ROOT)
+        from memra_driver import native
+
+        library = native.build_if_possible(self.app.display_warning)
+        if version == "editable":  # finds all of it where it lies
+            return
+        for path in native.shared_files():
+            build_data["force_include"][str(path)] = f"memra_driver/cuda_src/{path.name}"
+        build_data["artifacts"].append("/memra_driver/cubins/**/*.cubin")  # ignored by git, wanted here
+        if library is not None:
+            build_data["artifacts"] += [f"/memra_driver/lib/{name}" for name in (native.SONAME, native.LINK_NAME)]
+            build_data["pure_python"] = False
+            build_data["tag"] = native.wheel_tag()
 
 
 if __name__ == "__main__":

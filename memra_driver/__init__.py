@@ -147,13 +147,24 @@ def get_include() -> str:
 
 
 def get_library() -> str | None:
-    """Path of the shared library with the C ABI; None where it has not been built."""
-    return None
+    """Path of `libmemra_driver.so.1`, the C library, to be loaded or linked; None where it has not been built.
+
+    Beside it lies `libmemra_driver.so`, which only a linker can read.
+    """
+    from .native import library
+
+    path = library()
+    return None if path is None else str(path)
 
 
 def get_cubins(arch: str) -> list[str]:
-    """Paths of the kernels compiled ahead of time for `arch` ("sm_90") from the sources present, sorted."""
-    from .nvrtc import prebuilt_path, sources
+    """Paths of the compiled kernels for `arch` ("sm_90"), one cubin for each source, sorted, alone in their folder.
 
-    paths = (prebuilt_path(source, arch) for source in sources())
-    return sorted(str(path) for path in paths if path.is_file())
+    Those that came with the package, where it has them for all of its sources; else they are compiled, which takes
+    seconds, and stay in the cache folder. Neither a GPU nor a driver is needed. Raises ConfigError for an architecture
+    that is spelt otherwise or a cache folder that cannot be written, NoDriver where NVRTC is needed and missing, and
+    CompileError.
+    """
+    from .nvrtc import cubin_files
+
+    return [str(path) for path in cubin_files(arch)]

@@ -48,7 +48,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @app.callback()
 def _about() -> None:
-    """The per-sequence cache of hybrid language models on the CUDA driver API."""
+    """The per-sequence cache of hybrid language models on the CUDA driver API.
+
+    For builds of C programs: --cflags, --libs, --cubins ARCH.
+    """
 
 
 @app.command()

@@ -52,7 +52,7 @@ class AbiError(MemraError):
 
 
 class CompileError(MemraError):
-    """NVRTC refused a source; carries the compiler's `log` and the `options`."""
+    """NVRTC or the C compiler refused a source, or there is no C compiler; carries its `log` and the `options`."""
 
     def __init__(self, message: str, log: str = "", options: tuple[str, ...] = ()) -> None:
         super().__init__(message if not log else f"{message}\n{log}")

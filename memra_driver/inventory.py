@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from memra_driver import driver, nvrtc
+from memra_driver import driver, native, nvrtc
 from memra_driver.errors import MemraError
 
 
@@ -24,6 +24,7 @@ def inventory() -> dict[str, Any]:
         "kernel_sources": f"{nvrtc.source_dir()}, sha256 {nvrtc.sources_hash()[:16]}",
         "kernel_cache": str(nvrtc.cache_dir() or "none: every process compiles anew"),
         "prebuilt_kernels": _prebuilt(),
+        "library": _library(missing),
         "gpu_results": _evidence(),
     }
     for module, purpose in (("gguf", "GGUF files"), ("matplotlib", "plan --png")):
@@ -78,6 +79,13 @@ def _nvrtc() -> str:
 def _prebuilt() -> list[str]:
     folder = nvrtc.prebuilt_dir()
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _library(missing: list[str]) -> str | None:
+    path = native.library()
+    if path is None:
+        missing.append(f"{native.LINK_NAME}, for programs in C: {native.HOW_TO_GET}")
+    return None if path is None else str(path)
 
 
 def _evidence() -> list[str]:

@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,24 +56,24 @@ def include_files(source: str, folder: Path | None = None) -> dict[str, bytes]:
     """Name -> bytes of every file of ours that `source` includes, directly or not."""
     root = folder or source_dir()
     found: dict[str, bytes] = {}
-    todo = [_read(root / source)]
+    todo = [read_source(root / source)]
     while todo:
         for match in _INCLUDE.finditer(todo.pop()):
             name = match[1].decode(errors="replace")
             if name not in found and (root / name).is_file():  # the compiler reports one that it misses
-                found[name] = _read(root / name)
+                found[name] = read_source(root / name)
                 todo.append(found[name])
     return dict(sorted(found.items()))
 
 
-def _read(path: Path) -> bytes:
+def read_source(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CompileError(f"{path}: {error.strerror}: there is no such kernel source to read") from error
+        raise CompileError(f"{path}: {error.strerror}: there is no such source to read") from error
 
 
-def _hash(parts: Iterable[bytes]) -> str:
+def hash_parts(parts: Iterable[bytes]) -> str:
     """SHA-256 over the parts, each behind its length, so that no two lists of parts run together."""
     digest = hashlib.sha256()
     for part in parts:
@@ -83,22 +83,24 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def sources_hash(folder: Path | None = None) -> str:
-    """SHA-256 (hex) over the names and bytes of all kernel sources and headers."""
+    """SHA-256 (hex) over the names and bytes of all kernel sources and of what they include."""
     root = folder or source_dir()
-    names = sorted(path.name for kind in ("*.cu", "*.cuh", "*.h") for path in root.glob(kind))
-    return _hash(part for name in names for part in (name.encode(), _read(root / name)))
+    files = {name: read_source(root / name) for name in sources(root)}
+    for source in sources(root):
+        files |= include_files(source, root)
+    return hash_parts(part for name in sorted(files) for part in (name.encode(), files[name]))
 
 
 def text_key(source: str, arch: str, folder: Path | None = None) -> str:
     """SHA-256 (hex) of all that decides a cubin but the compiler: source, included files, options, architecture."""
-    files = {source: _read((folder or source_dir()) / source), **include_files(source, folder)}
+    files = {source: read_source((folder or source_dir()) / source), **include_files(source, folder)}
     texts = [part for name, data in files.items() for part in (name.encode(), data)]
-    return _hash([str(SCHEMA).encode(), arch.encode(), *(option.encode() for option in OPTIONS), *texts])
+    return hash_parts([str(SCHEMA).encode(), arch.encode(), *(option.encode() for option in OPTIONS), *texts])
 
 
 def cache_key(source: str, arch: str, folder: Path | None = None) -> str:
     """`text_key` and the version of NVRTC: the name of the entry in the cache folder."""
-    return _hash([text_key(source, arch, folder).encode(), "{}.{}".format(*version()).encode()])
+    return hash_parts([text_key(source, arch, folder).encode(), "{}.{}".format(*version()).encode()])
 
 
 def prebuilt_path(source: str, arch: str, folder: Path | None = None) -> Path:
@@ -134,19 +136,34 @@ def _load_entry(path: Path) -> bytes | None:
 
 
 def _store_entry(path: Path, cubin: bytes) -> None:
-    """Whole or not at all: a reader, or another writer, never sees half an entry."""
-    temporary = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with open(descriptor, "wb") as file:
-            file.write(cubin + hashlib.sha256(cubin).digest())
-        os.replace(temporary, path)
+        write_whole(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:
         log.debug("the cubin cache cannot be written: %s", error)
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all: a reader, or another writer, never sees half of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        fresh = Path(scratch) / path.name
+        fresh.write_bytes(data)
+        os.replace(fresh, path)
+
+
+def fill_folder(folder: Path, cubins: Mapping[str, bytes]) -> list[Path]:
+    """Makes `cubins` (file name -> bytes) the only cubins in a folder; returns their paths, sorted. Raises OSError.
+
+    What stands there already is not written again, and what is left over goes last: whoever reads meanwhile finds
+    each file whole.
+    """
+    paths = sorted(folder / name for name in cubins)
+    for path in paths:
+        if not path.is_file() or path.read_bytes() != cubins[path.name]:
+            write_whole(path, cubins[path.name])
+    for path in set(folder.glob("*.cubin")) - set(paths):
+        path.unlink(missing_ok=True)
+    return paths
 
 
 # NVRTC
@@ -200,7 +217,7 @@ def _bytes_of(program: Any, size: str, get: str) -> bytes:
 def _compile(source: str, target: str, get: str, folder: Path | None) -> bytes:
     """Compiles for `target`, and returns what `get` ("CUBIN", "PTX") names. Included files are handed over in memory,
     so a compile reads what its key was made of, and no path of this machine gets into it."""
-    text = _read((folder or source_dir()) / source)
+    text = read_source((folder or source_dir()) / source)
     included = include_files(source, folder)
     options = [*OPTIONS, f"--gpu-architecture={target}"]
     if version() >= (12, 9):
@@ -263,3 +280,39 @@ def compile_all(
     with ThreadPoolExecutor(max_workers=jobs or os.cpu_count()) as pool:
         cubins = pool.map(lambda pair: compile_cubin(pair[0], pair[1], folder), pairs)
         return dict(zip(pairs, cubins, strict=True))
+
+
+def cubin_files(arch: str) -> list[Path]:
+    """A file for each kernel source, sorted, in a folder without other cubins: what `get_cubins` answers."""
+    _check_arch(arch)
+    if not sources():
+        raise CompileError(f"{source_dir()} has no kernels: reinstall memra-driver")
+    shipped = sorted((prebuilt_dir() / arch).glob("*.cubin"))
+    wanted = sorted(prebuilt_path(source, arch) for source in sources())
+    if shipped == wanted and all(_is_cubin(path) for path in shipped):
+        return shipped
+    cache = cache_dir()
+    if cache is None:
+        raise ConfigError("no folder to keep compiled kernels in: set MEMRA_CACHE_DIR")
+    # An entry of the cache has a digest behind the cubin, which is for us and not for a driver to read.
+    keys = hash_parts(cache_key(source, arch).encode() for source in sources())
+    cubins = {f"{Path(source).stem}.cubin": cubin for (source, _), cubin in compile_all([arch]).items()}
+    try:
+        return fill_folder(cache / f"{arch}.{keys[:16]}", cubins)
+    except OSError as error:
+        raise ConfigError(f"{cache}: {error.strerror}: set MEMRA_CACHE_DIR to a folder that can be written") from error
+
+
+def _is_cubin(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(ELF)) == ELF
+
+
+def prebuild(archs: Iterable[str], out: str | os.PathLike[str]) -> dict[str, dict[str, bytes]]:
+    """Fills `out`/ARCH as `prebuilt_dir` is; returns arch -> file name -> cubin. Raises CompileError, OSError."""
+    made: dict[str, dict[str, bytes]] = {}
+    for (source, arch), cubin in compile_all(archs).items():
+        made.setdefault(arch, {})[prebuilt_path(source, arch).name] = cubin
+    for arch, cubins in made.items():
+        fill_folder(Path(out) / arch, cubins)
+    return made
