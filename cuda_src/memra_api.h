@@ -156,6 +156,18 @@ typedef struct memra_options {
 } memra_options;
 MEMRA_API void memra_options_default(memra_options *options);
 
+/* A kind of buffer, in the order in which a plan walks them: the same table as PLANES of memra_driver/planes.py. */
+typedef struct memra_plane {
+    const char *name;
+    const char *owner;    /* what there is one of it for: an "attention" or "recurrent" layer, a "device", ... */
+    const char *group;    /* which sum it counts in */
+    int32_t dtype;        /* enum memra_dtype */
+    int32_t section;      /* orders the arena */
+    int32_t mtp_section;  /* the same in a trailing MTP layer */
+    int32_t reserved;
+} memra_plane;
+MEMRA_API const memra_plane *memra_plane_table(int32_t *n_planes);
+
 /* One buffer of a cache, in arena order; plane "pad" only fills the arena. */
 typedef struct memra_plan_row {
     const char *plane;

@@ -72,6 +72,7 @@ typedef struct CUkern_st *CUkernel;
     F(cuLibraryUnload, 12000, (CUlibrary library))                                                                   \
     F(cuLibraryGetKernel, 12000, (CUkernel * kernel, CUlibrary library, const char *name))                           \
     F(cuKernelSetAttribute, 12000, (int attribute, int value, CUkernel kernel, CUdevice device))                     \
+    F(cuKernelGetParamInfo, 12040, (CUkernel kernel, size_t index, size_t *offset, size_t *n_bytes))                 \
     F(cuLaunchKernel, 4000,                                                                                          \
       (CUkernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,       \
        unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                   \
@@ -88,6 +89,7 @@ typedef struct memra_cuda {
  * driver lacks is NULL and memra_cuda_load names it, unless the library can do without (cuGetErrorName and the like). */
 extern memra_cuda memra_cu;
 int memra_cuda_load(void);
+int memra_check_fork(void);  /* refused in a child of a process that had used the driver */
 /* memra_cu.f(...) as a status: `MEMRA_TRY(MEMRA_CU(cuMemFree, (ptr)))`. */
 #define MEMRA_CU(f, arguments) memra_cuda_status(#f, memra_cu.f arguments)
 int memra_cuda_status(const char *call, CUresult code);
@@ -136,6 +138,54 @@ memra_device *memra_device_find(uint64_t handle);
 int memra_device_enter(memra_device *device);
 /* Room for attention's partial sums; refused while a capture is open and a larger buffer would be needed. */
 int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr);
+
+/* ---- Models and plans (memra_config.c, memra_plan.c): config.py, formats.FormatPolicy, options.py and plan.py ---- */
+
+/* Of a config that memra_check_config passed, and a layer that it has. */
+int memra_check_config(const memra_config *config);
+int32_t memra_n_trunk(const memra_config *config);               /* layers before the trailing MTP blocks */
+bool memra_attends(const memra_config *config, int32_t il);      /* false: it is recurrent */
+bool memra_is_windowed(const memra_config *config, int32_t il);
+uint32_t memra_window(const memra_config *config, int32_t il);   /* tokens; 0: it sees all */
+uint32_t memra_heads(const memra_config *config, int32_t il);    /* query heads */
+uint32_t memra_kv_heads(const memra_config *config, int32_t il);
+void memra_head_dims(const memra_config *config, int32_t il, uint32_t dims[2]);  /* of K, of V */
+bool memra_owns_kv(const memra_config *config, int32_t il);
+int32_t memra_kv_source(const memra_config *config, int32_t il);  /* -1: it reads no K/V, or nobody owns any */
+uint64_t memra_conv_dim(const memra_config *config);              /* UINT64_MAX where it is more than that */
+int memra_check_policy(const memra_policy *policy);
+int memra_check_options(const memra_options *options);
+int64_t memra_block_bytes(int32_t format);
+
+enum memra_plane_id {  /* rows of memra_plane_table */
+    MEMRA_P_K, MEMRA_P_V, MEMRA_P_LEN_D, MEMRA_P_CONV_STATE, MEMRA_P_SSM_STATE, MEMRA_P_SSM_STATE_ALT, MEMRA_P_POS_D,
+    MEMRA_P_HEALTH, MEMRA_P_TAPE, MEMRA_P_LOGITS, MEMRA_P_TAPS, MEMRA_N_PLANES
+};
+typedef struct memra_planned {
+    enum memra_plane_id plane;
+    int32_t section;  /* orders the arena */
+    int32_t layer;    /* -1: of the device */
+    int32_t device;
+    int64_t len, n_bytes, offset;
+} memra_planned;
+
+/* What memra_plan_new makes: `plan` is its first field. */
+typedef struct memra_plan_own {
+    memra_plan plan;
+    const memra_config *config;  /* the caller's: not for use behind the call that made the plan */
+    int64_t max_ctx;
+    memra_policy policy;
+    memra_options options;
+    memra_planned *planes;  /* the rows without the padding, in the order of the walk */
+    int64_t n_planes;
+} memra_plan_own;
+int memra_check_fence(const memra_config *config, const int32_t *fence, int32_t n_stages);
+bool memra_plan_has_kv(const memra_plan_own *own, int32_t il);
+bool memra_plan_has_state(const memra_plan_own *own, int32_t il);
+int32_t memra_plan_kv_source(const memra_plan_own *own, int32_t il);
+void memra_plan_formats(const memra_plan_own *own, int32_t il, int32_t formats[2]);
+void memra_plan_kv_dims(const memra_plan_own *own, int32_t il, int64_t dims[2]);
+void memra_plan_tok_bytes(const memra_plan_own *own, int32_t il, int64_t n_bytes[2]);
 
 /* ---- Caches (memra_cache.c, memra_rules.c) ---- */
 
