@@ -98,7 +98,7 @@ uint64_t memra_conv_dim(const memra_config *config) {
 /* ---- Refusals ---- */
 
 static int check_array(const char *name, const void *entries, uint32_t n) {
-    if (n && !entries) return memra_fail(MEMRA_ERR_ARRAY, "memra_config.%s is null, but has %u entries", name, n);
+    if (n && !entries) return memra_fail(MEMRA_ERR_ARRAY, "memra_config.%s is NULL, but has %u entries", name, n);
     return MEMRA_OK;
 }
 
@@ -129,13 +129,13 @@ static int check_gemma4(const memra_config *config) {
         return memra_fail(MEMRA_ERR_CONFIG, "gemma4.shared_kv_layers: %u of only %u layers", shared, n_layer);
     for (uint32_t il = n_layer - shared; il < n_layer; il++)
         if (!memra_attends(config, (int32_t)il))
-            return memra_fail(MEMRA_ERR_CONFIG, "gemma4.shared_kv_layers: %u includes layer %u, which has no K/V to borrow",
-                              shared, il);
+            return memra_fail(MEMRA_ERR_CONFIG,
+                              "gemma4.shared_kv_layers: %u includes layer %u, which has no K/V to borrow", shared, il);
     return MEMRA_OK;
 }
 
 int memra_check_config(const memra_config *config) {
-    if (!config) return memra_fail(MEMRA_ERR_ARRAY, "config is null");
+    if (!config) return memra_fail(MEMRA_ERR_ARRAY, "config is NULL");
     MEMRA_TRY(memra_check_size("memra_config", config->struct_size, sizeof *config));
     if (config->has_gemma4) {
         MEMRA_TRY(check_array("gemma4_head_count_kv", config->gemma4_head_count_kv, config->gemma4_n_head_count_kv));
@@ -160,11 +160,15 @@ int memra_check_config(const memra_config *config) {
     return MEMRA_OK;
 }
 
+static bool is_allowed(int32_t code, bool for_k) {
+    return for_k ? formats[code].for_k : formats[code].for_v;
+}
+
 static int check_format(const char *name, int32_t code, bool for_k) {
     const char *allowed = for_k ? k_formats : v_formats;
     if (code < 0 || code >= N_FORMATS)
         return memra_fail(MEMRA_ERR_CONFIG, "FormatPolicy.%s=%d: use one of %s", name, code, allowed);
-    if (!(for_k ? formats[code].for_k : formats[code].for_v))
+    if (!is_allowed(code, for_k))
         return memra_fail(MEMRA_ERR_CONFIG, "FormatPolicy.%s='%s': use one of %s", name, formats[code].name, allowed);
     return MEMRA_OK;
 }
@@ -181,13 +185,13 @@ static int format_from_env(const char *variable, int32_t fallback, bool for_k, i
     *code = fallback;
     if (!value || !*value) return MEMRA_OK;
     for (*code = 0; *code < N_FORMATS; ++*code)
-        if ((for_k ? formats[*code].for_k : formats[*code].for_v) && !strcmp(value, formats[*code].name)) return MEMRA_OK;
+        if (is_allowed(*code, for_k) && !strcmp(value, formats[*code].name)) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_CONFIG, "%s='%s': use one of %s, or unset it", variable, value,
                       for_k ? k_formats : v_formats);
 }
 
 int memra_policy_from_env(memra_policy *policy) {
-    if (!policy) return memra_fail(MEMRA_ERR_ARRAY, "policy is null");
+    if (!policy) return memra_fail(MEMRA_ERR_ARRAY, "policy is NULL");
     memra_policy found = {.struct_size = sizeof found};
     MEMRA_TRY(format_from_env("MEMRA_KV_K", MEMRA_Q8_0, true, &found.k));
     MEMRA_TRY(format_from_env("MEMRA_KV_V", MEMRA_Q5_1, false, &found.v));
@@ -219,6 +223,7 @@ int memra_check_options(const memra_options *options) {
     MEMRA_TRY(check_count("round_width", options->round_width, 0));
     if (!options->n_tap_layers) return MEMRA_OK;
     if (!options->tap_layers)
-        return memra_fail(MEMRA_ERR_ARRAY, "memra_options.tap_layers is null, but has %u entries", options->n_tap_layers);
+        return memra_fail(MEMRA_ERR_ARRAY, "memra_options.tap_layers is NULL, but has %u entries",
+                          options->n_tap_layers);
     return check_count("reserve_taps rows", options->tap_rows, 1);
 }

@@ -104,6 +104,9 @@ enum memra_kernel {
     MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_COMBINE, MEMRA_N_KERNELS
 };
 extern const char *const memra_kernel_names[MEMRA_N_KERNELS];
+/* After loading: refused where its parameters are others than ours; attend gets the shared memory that it needs. */
+int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device);
+int memra_kernel_loaded(const memra_device *device, enum memra_kernel k);  /* MEMRA_ERR_UNSUPPORTED where it is not */
 #define MEMRA_MAX_LIBRARIES 64
 
 typedef struct memra_scratch {  /* attention's partial sums; older, smaller buffers stay since graphs hold them */
@@ -124,7 +127,7 @@ struct memra_device {
     int32_t n_libraries;
     CUkernel kernels[MEMRA_N_KERNELS];
     memra_scratch *scratch;
-    uint64_t table;        /* the entries of the last copy table, on the device and here */
+    uint64_t table;        /* the entries of the last copy table, on the device and here; has room for more */
     uint64_t table_bytes;
     memra_copy *entries;
     int32_t n_entries;
@@ -136,10 +139,13 @@ struct memra_device {
 memra_device *memra_device_find(uint64_t handle);
 /* Binds the device's context to this thread; refused in a forked child and for a NULL device. */
 int memra_device_enter(memra_device *device);
+/* The three work on a device that was entered. */
+CUresult memra_device_free(const memra_device *device, uint64_t ptr);  /* without memory pools: waits for nothing */
+int memra_device_table(memra_device *device, int32_t n);  /* room for a copy table of n entries */
 /* Room for attention's partial sums; refused while a capture is open and a larger buffer would be needed. */
 int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr);
 
-/* ---- Models and plans (memra_config.c, memra_plan.c): config.py, formats.FormatPolicy, options.py and plan.py ---- */
+/* ---- Models and plans (memra_config.c, memra_geometry.c, memra_plan.c): config.py, options.py, plan.py in C ---- */
 
 /* Of a config that memra_check_config passed, and a layer that it has. */
 int memra_check_config(const memra_config *config);
@@ -180,6 +186,9 @@ typedef struct memra_plan_own {
     int64_t n_planes;
 } memra_plan_own;
 int memra_check_fence(const memra_config *config, const int32_t *fence, int32_t n_stages);
+int memra_check_placement(const int32_t *placement, int32_t n_stages);
+int memra_check_geometry(const memra_plan_own *own);
+bool memra_plan_is_mtp(const memra_plan_own *own, int32_t il);
 bool memra_plan_has_kv(const memra_plan_own *own, int32_t il);
 bool memra_plan_has_state(const memra_plan_own *own, int32_t il);
 int32_t memra_plan_kv_source(const memra_plan_own *own, int32_t il);
