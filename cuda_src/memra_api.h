@@ -79,6 +79,7 @@ MEMRA_API int memra_device_load(memra_device *device, const void *cubin, uint64_
 MEMRA_API int memra_device_load_file(memra_device *device, const char *path);
 MEMRA_API int memra_device_load_folder(memra_device *device, const char *folder);  /* every *.cubin in it */
 MEMRA_API int memra_device_synchronize(memra_device *device);
+MEMRA_API uint64_t memra_device_handle(const memra_device *device);  /* what memra_cache_device.handle says */
 MEMRA_API uint64_t memra_device_stream(const memra_device *device);
 MEMRA_API int32_t memra_device_arch(const memra_device *device);  /* 90 for sm_90: whose cubins it takes */
 /* Waits, frees what is the device's own. Close its caches, snapshots and graphs first. NULL does nothing. */
@@ -279,8 +280,29 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
 
 /* ---- The kernels: extern "C" entries of the cubins, and one function that launches each on the device's stream ----
  *
- * Parameters are in the entry's order. Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or
- * a table of n_seqs memra_seq, n_seqs 1 without one. Launch shapes: see memra_kernels.c, one function each.
+ * An entry's parameters are those of its function behind `device`: uint64_t is a pointer, int64_t a long long.
+ * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs 1
+ * without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, and a // b down.
+ *
+ *   entry              blocks of the grid                                                     threads   dynamic shared
+ *   append_kv          n_seqs * rows * ((kv_dim_k + kv_dim_v) // 32) / 8                      256       0
+ *   dequant_kv         rows * ((kv_dim_k + kv_dim_v) // 32) / 8                               256       0
+ *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
+ *   conv_ring_rebuild  conv_dim / 128                                                         128       0
+ *   gdn_prep           n_seqs * rows * num_v                                                  32 x 4    0
+ *   gdn_scan           n_seqs * num_v * (state_size // 4)                                     32 x 4    0
+ *   set_counters       1                                                                      128       0
+ *   commit_counters    1                                                                      128       0
+ *   advance_batch      n_seqs / 128                                                           128       0
+ *   copy_many          64 * n                                                                 256       0
+ *   copy_rows          rows * (columns / 1024)                                                256       0
+ *   attend_W           n_seqs * (rows * gqa / 8) * n_head_kv * 132                            128       S(8)
+ *   attend_W_wide      n_seqs * (rows * gqa / 32) * n_head_kv * 132                           128       S(32)
+ *   attend_combine     n_seqs * rows * n_head                                               head_dim_v  0
+ *
+ * W is the least of 64, 128, 192, 256, 512 that head_dim_v does not exceed; wide entries go up to 256. gqa is n_head //
+ * n_head_kv. S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
+ * + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
  */
 MEMRA_API int memra_launch_append_kv(
     memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,
@@ -320,7 +342,8 @@ MEMRA_API int memra_launch_copy_many(
 MEMRA_API int memra_launch_copy_rows(
     memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
     int32_t columns, uint64_t health, int32_t layer);
-/* The entry is attend_<width of V>, _wide where more than 8 columns fit; part has memra_attend_part_bytes of room. */
+/* The entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is no more than 99 KiB.
+ * part has memra_attend_part_bytes of room. */
 MEMRA_API int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
     int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
@@ -331,6 +354,8 @@ MEMRA_API int memra_launch_attend_combine(
     int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer);
 MEMRA_API uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v);
+/* Such room, shared by all that work on the device and never moved: what memra_attend takes its own from. */
+MEMRA_API int memra_attend_scratch(memra_device *device, uint64_t n_bytes, uint64_t *part);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,224 @@
+/* memra_device.c: devices, from open to close, and the list of those that are open.
+ *
+ * A device that is not in the list is closed: its memory is gone, and only its address is ever looked at.
+ */
+#include "memra_internal.h"
+
+#include <pthread.h>
+
+enum {
+    CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
+    NON_BLOCKING = 1,      /* CU_STREAM_NON_BLOCKING */
+    PER_THREAD_STREAM = 2, /* the handles up to this one are default streams, which have no context of their own */
+    DEINITIALIZED = 4, CONTEXT_IS_DESTROYED = 709,
+    TABLE_ENTRIES = 4096   /* of the copy table that a device is born with */
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static memra_device *devices;
+static uint64_t last_handle;
+
+static bool is_open(const memra_device *device)
+{
+    pthread_mutex_lock(&lock);
+    const memra_device *each = devices;
+    while (each && each != device) each = each->next;
+    pthread_mutex_unlock(&lock);
+    return each != NULL;
+}
+
+static void add(memra_device *device)
+{
+    pthread_mutex_lock(&lock);
+    device->handle = ++last_handle;
+    device->next = devices;
+    devices = device;
+    pthread_mutex_unlock(&lock);
+}
+
+/* False where it is not in the list. */
+static bool take_out(memra_device *device)
+{
+    pthread_mutex_lock(&lock);
+    memra_device **at = &devices;
+    while (*at && *at != device) at = &(*at)->next;
+    const bool found = *at != NULL;
+    if (found) *at = device->next;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+memra_device *memra_device_find(uint64_t handle)
+{
+    pthread_mutex_lock(&lock);
+    memra_device *each = devices;
+    while (each && each->handle != handle) each = each->next;
+    pthread_mutex_unlock(&lock);
+    return each;
+}
+
+static int check_open(const memra_device *device)
+{
+    MEMRA_TRY(memra_check_fork());
+    if (!device) return memra_fail(MEMRA_ERR_DEVICE, "the device is NULL");
+    return is_open(device) ? MEMRA_OK : memra_fail(MEMRA_ERR_STATE, "the device is closed");
+}
+
+static int make_current(CUcontext context)
+{
+    CUcontext current = NULL;
+    MEMRA_TRY(MEMRA_CU(cuCtxGetCurrent, (&current)));
+    return current == context ? MEMRA_OK : MEMRA_CU(cuCtxSetCurrent, (context));
+}
+
+int memra_device_enter(memra_device *device)
+{
+    MEMRA_TRY(check_open(device));
+    return make_current(device->context);
+}
+
+/* ---- Birth and end ---- */
+
+static int open_context(memra_device *device, uint64_t given)
+{
+    MEMRA_TRY(MEMRA_CU(cuDeviceGet, (&device->device, device->ordinal)));
+    if (!given) {
+        MEMRA_TRY(MEMRA_CU(cuDevicePrimaryCtxRetain, (&device->context, device->device)));
+        device->owns_context = true;
+        return make_current(device->context);
+    }
+    device->context = (CUcontext)(uintptr_t)given;
+    MEMRA_TRY(make_current(device->context));
+    CUdevice found = -1;
+    MEMRA_TRY(MEMRA_CU(cuCtxGetDevice, (&found)));
+    if (found == device->device) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_DEVICE, "the context given is of cuda:%d, not of cuda:%d", found, device->ordinal);
+}
+
+static int open_stream(memra_device *device, uint64_t given)
+{
+    if (!given) {
+        MEMRA_TRY(MEMRA_CU(cuStreamCreate, (&device->stream, NON_BLOCKING)));
+        device->owns_stream = true;
+        return MEMRA_OK;
+    }
+    device->stream = (CUstream)(uintptr_t)given;
+    if (given <= PER_THREAD_STREAM) return MEMRA_OK;
+    CUcontext found = NULL;
+    MEMRA_TRY(MEMRA_CU(cuStreamGetCtx, (device->stream, &found)));
+    if (found == device->context) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_DEVICE, "stream 0x%llx belongs to another context than that of device %d",
+                      (unsigned long long)given, device->ordinal);
+}
+
+static int open_parts(memra_device *device, const memra_device_options *options)
+{
+    int major = 0, minor = 0, pools = 0;
+    MEMRA_TRY(open_context(device, options->context));
+    MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&major, CAPABILITY_MAJOR, device->device)));
+    MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&minor, CAPABILITY_MINOR, device->device)));
+    MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&pools, MEMORY_POOLS_SUPPORTED, device->device)));
+    device->arch = 10 * major + minor;
+    device->has_pools = pools != 0;
+    device->has_arena = !(options->flags & MEMRA_NO_ARENA);
+    MEMRA_TRY(open_stream(device, options->stream));
+    return memra_device_table(device, TABLE_ENTRIES);
+}
+
+/* Keeps the first failure of a close; what went with its context is none. */
+static void keep(int *status, const char *call, CUresult code)
+{
+    if (code && code != DEINITIALIZED && code != CONTEXT_IS_DESTROYED && *status == MEMRA_OK)
+        *status = memra_fail_driver(call, code);
+}
+
+/* Frees all that is the device's own, as far as it was made, and the struct. Returns the first failure, `status` being
+ * one that came before. */
+static int take_apart(memra_device *device, int status)
+{
+    while (device->scratch) {
+        memra_scratch *scratch = device->scratch;
+        device->scratch = scratch->next;
+        keep(&status, "cuMemFree", memra_device_free(device, scratch->ptr));
+        free(scratch);
+    }
+    if (device->table) keep(&status, "cuMemFree", memra_device_free(device, device->table));
+    free(device->entries);
+    for (int32_t i = 0; i < device->n_libraries; i++)
+        keep(&status, "cuLibraryUnload", memra_cu.cuLibraryUnload(device->libraries[i]));
+    if (device->owns_stream) keep(&status, "cuStreamDestroy", memra_cu.cuStreamDestroy(device->stream));
+    if (device->owns_context)
+        keep(&status, "cuDevicePrimaryCtxRelease", memra_cu.cuDevicePrimaryCtxRelease(device->device));
+    free(device);
+    return status;
+}
+
+int memra_device_open(const memra_device_options *options, memra_device **device)
+{
+    if (!options || !device) return memra_fail(MEMRA_ERR_ARRAY, "memra_device_open: options or device is NULL");
+    *device = NULL;
+    MEMRA_TRY(memra_check_size("memra_device_options", options->struct_size, sizeof *options));
+    if (options->flags & ~(uint32_t)MEMRA_NO_ARENA)
+        return memra_fail(MEMRA_ERR_CONFIG, "memra_device_open: flags 0x%x; only MEMRA_NO_ARENA (1) is known",
+                          options->flags);
+    MEMRA_TRY(memra_cuda_load());
+    MEMRA_TRY(MEMRA_CU(cuInit, (0)));
+    CUcontext before = NULL;
+    MEMRA_TRY(MEMRA_CU(cuCtxGetCurrent, (&before)));
+    memra_device *made = calloc(1, sizeof *made);
+    if (!made) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "memra_device_open: no host memory");
+    made->ordinal = options->ordinal;
+    const int status = open_parts(made, options);
+    if (status != MEMRA_OK) {
+        (void)take_apart(made, status);
+        (void)memra_cu.cuCtxSetCurrent(before);
+        return status;
+    }
+    add(made);
+    *device = made;
+    return MEMRA_OK;
+}
+
+/* A wait or a free would spoil a capture, whoever began it. */
+static int check_no_capture(const memra_device *device)
+{
+    int capturing = 0;
+    const CUresult code = memra_cu.cuStreamIsCapturing(device->stream, &capturing);
+    if (!device->recording && (code || !capturing)) return MEMRA_OK; /* a stream that fails records nothing */
+    return memra_fail(MEMRA_ERR_STATE, "device close: a capture is open; end or abandon it first");
+}
+
+int memra_device_close(memra_device *device)
+{
+    if (!device) return MEMRA_OK;
+    MEMRA_TRY(check_open(device));
+    CUcontext before = NULL;
+    MEMRA_TRY(MEMRA_CU(cuCtxGetCurrent, (&before)));
+    int status = MEMRA_OK;
+    const CUresult bound = before == device->context ? 0 : memra_cu.cuCtxSetCurrent(device->context);
+    keep(&status, "cuCtxSetCurrent", bound);
+    if (!bound) MEMRA_TRY(check_no_capture(device));
+    const CUcontext context = device->context;
+    if (!take_out(device)) return memra_fail(MEMRA_ERR_STATE, "the device is closed");
+    keep(&status, "cuStreamSynchronize", memra_cu.cuStreamSynchronize(device->stream));
+    status = take_apart(device, status);
+    if (before != context) (void)memra_cu.cuCtxSetCurrent(before);
+    return status;
+}
+
+/* ---- What it is ---- */
+
+uint64_t memra_device_handle(const memra_device *device)
+{
+    return check_open(device) == MEMRA_OK ? device->handle : 0;
+}
+
+uint64_t memra_device_stream(const memra_device *device)
+{
+    return check_open(device) == MEMRA_OK ? (uint64_t)(uintptr_t)device->stream : 0;
+}
+
+int32_t memra_device_arch(const memra_device *device)
+{
+    return check_open(device) == MEMRA_OK ? device->arch : 0;
+}

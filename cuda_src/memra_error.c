@@ -1,0 +1,78 @@
+/* memra_error.c: what a failed call leaves behind, a status and one sentence per thread. */
+#include "memra_internal.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+enum { OUT_OF_MEMORY = 2, STUB_LIBRARY = 34, SYSTEM_DRIVER_MISMATCH = 803, COMPAT_NOT_SUPPORTED = 804 };
+
+static _Thread_local char sentence[1024];
+static _Thread_local int32_t driver_code;
+
+int memra_fail(int status, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(sentence, sizeof sentence, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+/* After one of these every later call on the context fails too. */
+static bool is_sticky(int code)
+{
+    static const int codes[] = {700, 710, 714, 715, 716, 717, 718, 719};
+    for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
+        if (codes[i] == code) return true;
+    return false;
+}
+
+int memra_fail_driver(const char *call, int code)
+{
+    const char *name = NULL, *text = NULL, *advice = "";
+    int status = MEMRA_ERR_DRIVER;
+    if (memra_cu.cuGetErrorName) (void)memra_cu.cuGetErrorName(code, &name);
+    if (memra_cu.cuGetErrorString) (void)memra_cu.cuGetErrorString(code, &text);
+    if (code == OUT_OF_MEMORY) {
+        status = MEMRA_ERR_OUT_OF_MEMORY;
+    } else if (code == STUB_LIBRARY) {
+        status = MEMRA_ERR_NO_DRIVER;
+        advice = "; put the driver's own libcuda.so.1 before the toolkit's stub";
+    } else if (code == SYSTEM_DRIVER_MISMATCH || code == COMPAT_NOT_SUPPORTED) {
+        status = MEMRA_ERR_NO_DRIVER;
+        advice = "; install a driver that is new enough, and no older compatibility package beside it";
+    } else if (is_sticky(code)) {
+        advice = "; the error is sticky: the context is lost, end this process";
+    }
+    driver_code = code;
+    return memra_fail(status, "%s: %s (%d): %s%s", call, name ? name : "unknown CUresult", code,
+                      text ? text : "this driver has no text for it", advice);
+}
+
+int memra_cuda_status(const char *call, CUresult code)
+{
+    return code ? memra_fail_driver(call, code) : MEMRA_OK;
+}
+
+int memra_check_size(const char *type, uint32_t found, size_t expected)
+{
+    if (found == expected) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_ABI,
+                      "%s: struct_size is %u, this library has %zu bytes; compile against the header of this library",
+                      type, found, expected);
+}
+
+int32_t memra_abi_version(void)
+{
+    return MEMRA_ABI_VERSION;
+}
+
+const char *memra_last_error(void)
+{
+    return sentence;
+}
+
+int32_t memra_last_driver_code(void)
+{
+    return driver_code;
+}

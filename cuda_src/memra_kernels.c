@@ -1,0 +1,271 @@
+/* memra_kernels.c: the kernels by name, and one function that launches each.
+ *
+ * The twin of memra_driver/kernels.py, which has a sentence on what each one does; memra_api.h lists the shapes.
+ */
+#include "memra_internal.h"
+
+#include <stdio.h>
+
+enum {
+    MAX_DYNAMIC_SHARED_SIZE_BYTES = 8, /* CUfunction_attribute */
+    CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
+    COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
+    SCAN_WARPS = 4,                    /* columns of the state per block of gdn_scan, one warp each */
+    ATTEND_TILE = 64,                  /* keys that are summed together */
+    ATTEND_PAD = 8,
+    ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
+    ATTEND_THREADS = 128,
+    ATTEND_NARROW = 8,                 /* columns of an attend block, */
+    ATTEND_WIDE = 32,                  /* and of a wide one */
+    ATTEND_SHARED_BYTES = 99 << 10     /* the smallest limit of a block among GPUs from sm_80 on */
+};
+
+const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
+    "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "set_counters",
+    "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
+    "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide", "attend_combine",
+};
+
+static bool is_attend(enum memra_kernel k)
+{
+    return k >= MEMRA_K_ATTEND_64 && k <= MEMRA_K_ATTEND_256_WIDE;
+}
+
+/* A kernel's parameters in order: p a pointer, l a long long, i an int, f a float. */
+static const char *params_of(enum memra_kernel k)
+{
+    static const char *const params[] = {
+        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiipi", "pppppppppppliiiifpipi",
+        "ppppppppppiiifpipi", "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
+    };
+    if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiipipi";
+    return is_attend(k) ? "ppppliliiiilliifippipi" : params[k];
+}
+
+int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device)
+{
+    size_t end = 0;
+    const char *const params = params_of(k);
+    for (size_t i = 0; params[i] && memra_cu.cuKernelGetParamInfo; i++) {
+        const size_t size = params[i] == 'p' || params[i] == 'l' ? 8 : 4;
+        const size_t offset = (end + size - 1) / size * size;
+        size_t found_offset = 0, found_size = 0;
+        const CUresult code = memra_cu.cuKernelGetParamInfo(kernel, i, &found_offset, &found_size);
+        if (code || found_offset != offset || found_size != size)
+            return memra_fail(MEMRA_ERR_ABI,
+                              "%s was built with other parameters than this library has: number %zu is not of %zu "
+                              "bytes at %zu; take the cubins that belong to this library",
+                              memra_kernel_names[k], i, size, offset);
+        end = offset + size;
+    }
+    if (!is_attend(k)) return MEMRA_OK;
+    return MEMRA_CU(cuKernelSetAttribute, (MAX_DYNAMIC_SHARED_SIZE_BYTES, ATTEND_SHARED_BYTES, kernel, device));
+}
+
+int memra_kernel_loaded(const memra_device *device, enum memra_kernel k)
+{
+    if (device->kernels[k]) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_UNSUPPORTED,
+                      "kernel %s is not loaded; give memra_device_load the cubins of sm_%d", memra_kernel_names[k],
+                      device->arch);
+}
+
+/* ---- Shapes ---- */
+
+/* Numbers of a launch, whatever the caller gave: -1 stands for one that is negative, INT64_MAX for one too large. */
+static int64_t times(int64_t a, int64_t b)
+{
+    int64_t product;
+    if (a < 0 || b < 0) return -1;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
+static int64_t parts(int64_t n, int64_t size)
+{
+    return n < 0 ? -1 : n / size + (n % size != 0);
+}
+
+typedef struct launch_shape {
+    int64_t blocks;
+    unsigned x, y;  /* threads of a block */
+    unsigned shared_bytes;
+} launch_shape;
+
+static int launch(memra_device *device, enum memra_kernel k, launch_shape shape, void **params)
+{
+    const char *const name = memra_kernel_names[k];
+    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(memra_kernel_loaded(device, k));
+    if (shape.blocks < 0) return memra_fail(MEMRA_ERR_CONFIG, "%s: a negative count", name);
+    if (shape.blocks > INT32_MAX)
+        return memra_fail(MEMRA_ERR_CAPACITY, "%s: more blocks than a grid has, %d; launch fewer rows", name,
+                          INT32_MAX);
+    if (!shape.blocks) return MEMRA_OK;
+    const unsigned blocks = (unsigned)shape.blocks;
+    const CUresult code = memra_cu.cuLaunchKernel(device->kernels[k], blocks, 1, 1, shape.x, shape.y, 1,
+                                                  shape.shared_bytes, device->stream, params, NULL);
+    if (!code) return MEMRA_OK;
+    char call[128];
+    snprintf(call, sizeof call, "cuLaunchKernel(%s, grid (%u, 1, 1), block (%u, %u, 1))", name, blocks, shape.x,
+             shape.y);
+    return memra_fail_driver(call, code);
+}
+
+#define LINE(blocks, threads) ((launch_shape){blocks, threads, 1, 0})
+#define LAUNCH(k, shape, ...) return launch(device, k, shape, (void *[]){__VA_ARGS__})
+
+/* ---- One function a kernel, parameters and all in the order of memra_api.h ---- */
+
+int memra_launch_append_kv(
+    memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,
+    int64_t slot, int32_t rows, int32_t len, int64_t max_ctx, int32_t kv_dim_k, int32_t kv_dim_v, int64_t k_tok_bytes,
+    int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer)
+{
+    const int64_t groups = times(times(n_seqs, rows), ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
+    LAUNCH(MEMRA_K_APPEND_KV, LINE(parts(groups, 8), 256), &k_rows, &v_rows, &k, &v, &len_d, &pos_d, &slot, &rows, &len,
+           &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &seqs, &n_seqs, &health,
+           &layer);
+}
+
+int memra_launch_dequant_kv(
+    memra_device *device, uint64_t k, uint64_t v, int64_t start, int64_t rows, int64_t max_ctx, int32_t kv_dim_k,
+    int32_t kv_dim_v, int64_t k_tok_bytes, int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t k_out,
+    uint64_t v_out, int32_t out_bf16, uint64_t health, int32_t layer)
+{
+    const int64_t groups = times(rows, ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
+    LAUNCH(MEMRA_K_DEQUANT_KV, LINE(parts(groups, 8), 256), &k, &v, &start, &rows, &max_ctx, &kv_dim_k, &kv_dim_v,
+           &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &k_out, &v_out, &out_bf16, &health, &layer);
+}
+
+int memra_launch_conv_update(
+    memra_device *device, uint64_t x, uint64_t w, uint64_t conv_state, uint64_t out, uint64_t tape, uint64_t pos_d,
+    int64_t slot, int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer)
+{
+    const int64_t blocks = times(n_seqs, times(parts(conv_dim, 128), parts(rows, CONV_ROWS)));
+    LAUNCH(MEMRA_K_CONV_UPDATE, LINE(blocks, 128), &x, &w, &conv_state, &out, &tape, &pos_d, &slot, &rows, &conv_dim,
+           &d_conv, &seqs, &n_seqs, &health, &layer);
+}
+
+int memra_launch_conv_ring_rebuild(
+    memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
+    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer)
+{
+    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(parts(conv_dim, 128), 128), &x, &ring_old, &conv_state, &accept_d, &accept,
+           &rows, &conv_dim, &d_conv, &health, &layer);
+}
+
+int memra_launch_gdn_prep(
+    memra_device *device, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
+    uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,
+    int32_t num_k, int32_t num_v, int32_t state_size, float eps, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer)
+{
+    const launch_shape blocks_of_heads = {times(times(n_seqs, rows), num_v), 32, 4, 0};
+    LAUNCH(MEMRA_K_GDN_PREP, blocks_of_heads, &conv_out, &alpha, &beta_raw, &dt_bias, &a, &q, &k, &v, &g_log, &beta,
+           &pos_d, &slot, &rows, &num_k, &num_v, &state_size, &eps, &seqs, &n_seqs, &health, &layer);
+}
+
+int memra_launch_gdn_scan(
+    memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
+    uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
+    int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer)
+{
+    const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_WARPS), 32, SCAN_WARPS, 0};
+    LAUNCH(MEMRA_K_GDN_SCAN, blocks_of_columns, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
+           &accept_d, &rows, &num_v, &state_size, &scale, &seqs, &n_seqs, &health, &layer);
+}
+
+int memra_launch_set_counters(
+    memra_device *device, uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo,
+    int64_t b_hi, uint64_t health, int32_t layer)
+{
+    LAUNCH(MEMRA_K_SET_COUNTERS, LINE(1, 128), &counters, &a, &b, &a_lo, &a_hi, &b_lo, &b_hi, &health, &layer);
+}
+
+int memra_launch_commit_counters(
+    memra_device *device, uint64_t counters, uint64_t pos_d, uint64_t accept_d, int32_t accept, int32_t rows,
+    int64_t mask_lo, int64_t mask_hi, int32_t move_pos, uint64_t health, int32_t layer)
+{
+    LAUNCH(MEMRA_K_COMMIT_COUNTERS, LINE(1, 128), &counters, &pos_d, &accept_d, &accept, &rows, &mask_lo, &mask_hi,
+           &move_pos, &health, &layer);
+}
+
+int memra_launch_advance_batch(
+    memra_device *device, uint64_t seqs, int32_t n_seqs, int32_t n, uint64_t health, int32_t layer)
+{
+    LAUNCH(MEMRA_K_ADVANCE_BATCH, LINE(parts(n_seqs, 128), 128), &seqs, &n_seqs, &n, &health, &layer);
+}
+
+int memra_launch_copy_many(memra_device *device, uint64_t table, int32_t n, uint64_t health, int32_t layer)
+{
+    LAUNCH(MEMRA_K_COPY_MANY, LINE(times(n, COPY_BLOCKS), 256), &table, &n, &health, &layer);
+}
+
+int memra_launch_copy_rows(
+    memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
+    int32_t columns, uint64_t health, int32_t layer)
+{
+    LAUNCH(MEMRA_K_COPY_ROWS, LINE(times(rows, parts(columns, 1024)), 256), &src, &dst, &src_stride, &dst_stride, &rows,
+           &columns, &health, &layer);
+}
+
+/* Shared memory of an attend block; struct Shared in attend.cuh is its layout. */
+static int64_t attend_shared_bytes(int64_t columns, int64_t head_dim_k, int64_t head_dim_v)
+{
+    const int64_t widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v;
+    const int64_t tile = ATTEND_TILE * (widest + ATTEND_PAD), query = 2 * columns * (head_dim_k + ATTEND_PAD);
+    const int64_t weight = columns * (ATTEND_TILE + ATTEND_PAD);
+    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k / 32 + columns * (ATTEND_TILE + 2) + 1);
+}
+
+int memra_launch_attend(
+    memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
+    int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
+    int64_t v_tok_bytes, int32_t k_format, int32_t v_format, float scale, int32_t window, uint64_t part,
+    uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer)
+{
+    static const struct {
+        int32_t width;
+        enum memra_kernel narrow, wide; /* the widest has no wide one */
+    } entries[] = {
+        {64, MEMRA_K_ATTEND_64, MEMRA_K_ATTEND_64_WIDE},    {128, MEMRA_K_ATTEND_128, MEMRA_K_ATTEND_128_WIDE},
+        {192, MEMRA_K_ATTEND_192, MEMRA_K_ATTEND_192_WIDE}, {256, MEMRA_K_ATTEND_256, MEMRA_K_ATTEND_256_WIDE},
+        {512, MEMRA_K_ATTEND_512, MEMRA_K_ATTEND_512},
+    };
+    size_t e = 0;
+    while (e < sizeof entries / sizeof *entries && entries[e].width < head_dim_v) e++;
+    if (e == sizeof entries / sizeof *entries || head_dim_v < 1 || head_dim_k < 1 || head_dim_k > 512)
+        return memra_fail(MEMRA_ERR_UNSUPPORTED, "attend: heads of %d and %d have no kernel; at most 512 each",
+                          head_dim_k, head_dim_v);
+    if (n_head_kv < 1 || n_head < n_head_kv || n_head % n_head_kv)
+        return memra_fail(MEMRA_ERR_UNSUPPORTED, "attend: %d query heads over %d K/V heads", n_head, n_head_kv);
+    const int64_t n_columns = times(rows, n_head / n_head_kv);
+    const bool is_wide = n_columns > ATTEND_NARROW && entries[e].wide != entries[e].narrow &&
+                         attend_shared_bytes(ATTEND_WIDE, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES;
+    const int64_t columns = is_wide ? ATTEND_WIDE : ATTEND_NARROW;
+    const int64_t blocks = times(times(n_seqs, parts(n_columns, columns)), times(n_head_kv, ATTEND_GROUPS));
+    const unsigned shared_bytes = (unsigned)attend_shared_bytes(columns, head_dim_k, head_dim_v);
+    const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes};
+    LAUNCH(is_wide ? entries[e].wide : entries[e].narrow, blocks_of_groups, &q, &k, &v, &pos_d, &slot, &rows, &max_ctx,
+           &n_head, &n_head_kv, &head_dim_k, &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale,
+           &window, &part, &seqs, &n_seqs, &health, &layer);
+}
+
+int memra_launch_attend_combine(
+    memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
+    int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t layer)
+{
+    const int64_t blocks = times(times(n_seqs, rows), n_head);
+    LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, (unsigned)head_dim_v), &part, &out, &pos_d, &slot, &rows, &max_ctx,
+           &n_head, &head_dim_v, &window, &seqs, &n_seqs, &health, &layer);
+}
+
+uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v)
+{
+    const int64_t sums = times(times(n_seqs, rows), times(n_head, ATTEND_GROUPS));
+    const int64_t n_bytes = times(times(sums, (int64_t)head_dim_v + 2), 4);
+    return n_bytes < 0 ? 0 : (uint64_t)n_bytes;
+}

@@ -1,0 +1,78 @@
+/* memra_layout.c: where every field of every public struct lies, for those who cannot include the headers. */
+#include "memra_internal.h"
+
+#define S(type) {#type, "", 0, sizeof(type)}
+#define F(type, field) {#type, #field, offsetof(type, field), sizeof(((type *)0)->field)}
+
+static const memra_layout_row rows[] = {
+    S(memra_slice), F(memra_slice, ptr), F(memra_slice, len), F(memra_slice, dtype), F(memra_slice, device),
+    S(memra_kv_layer), F(memra_kv_layer, present), F(memra_kv_layer, reserved), F(memra_kv_layer, k),
+    F(memra_kv_layer, v), F(memra_kv_layer, kv_dim_k), F(memra_kv_layer, kv_dim_v), F(memra_kv_layer, k_tok_bytes),
+    F(memra_kv_layer, v_tok_bytes), F(memra_kv_layer, len), F(memra_kv_layer, len_d), F(memra_kv_layer, k_format),
+    F(memra_kv_layer, v_format), F(memra_kv_layer, n_head_kv), F(memra_kv_layer, head_dim_k),
+    F(memra_kv_layer, head_dim_v), F(memra_kv_layer, window), F(memra_kv_layer, step_ops),
+    F(memra_kv_layer, device_index), F(memra_kv_layer, n_head), F(memra_kv_layer, kv_source),
+    S(memra_recur_layer), F(memra_recur_layer, present), F(memra_recur_layer, reserved),
+    F(memra_recur_layer, conv_state), F(memra_recur_layer, ssm_state), F(memra_recur_layer, ssm_state_alt),
+    F(memra_recur_layer, conv_dim), F(memra_recur_layer, d_conv), F(memra_recur_layer, num_k),
+    F(memra_recur_layer, num_v), F(memra_recur_layer, state_size), F(memra_recur_layer, step_ops),
+    F(memra_recur_layer, swaps), F(memra_recur_layer, device_index), F(memra_recur_layer, home),
+    F(memra_recur_layer, away), F(memra_recur_layer, tape),
+    S(memra_logits), F(memra_logits, present), F(memra_logits, reserved), F(memra_logits, slice),
+    S(memra_tap_sink), F(memra_tap_sink, present), F(memra_tap_sink, n_taps), F(memra_tap_sink, layer_ids),
+    F(memra_tap_sink, buf), F(memra_tap_sink, hidden), F(memra_tap_sink, t),
+    S(memra_cache_device), F(memra_cache_device, pos_d), F(memra_cache_device, health), F(memra_cache_device, counters),
+    F(memra_cache_device, states), F(memra_cache_device, stream), F(memra_cache_device, handle),
+    F(memra_cache_device, ordinal), F(memra_cache_device, has_arena),
+    S(memra_snapshot), F(memra_snapshot, kv_len), F(memra_snapshot, conv), F(memra_snapshot, ssm),
+    F(memra_snapshot, pos), F(memra_snapshot, n_layer), F(memra_snapshot, given_up), F(memra_snapshot, cache_id),
+    F(memra_snapshot, generation), F(memra_snapshot, invalid), F(memra_snapshot, stamps), F(memra_snapshot, next),
+    S(memra_owned), F(memra_owned, next), F(memra_owned, release), F(memra_owned, slice),
+    S(memra_cache), F(memra_cache, struct_size), F(memra_cache, abi_version), F(memra_cache, kv), F(memra_cache, recur),
+    F(memra_cache, pos), F(memra_cache, max_ctx), F(memra_cache, last_logits_dev), F(memra_cache, dflash_taps),
+    F(memra_cache, n_layer), F(memra_cache, devices), F(memra_cache, n_devices), F(memra_cache, state),
+    F(memra_cache, step_rows), F(memra_cache, replay_to), F(memra_cache, generation), F(memra_cache, id),
+    F(memra_cache, logits_at), F(memra_cache, sure_pos), F(memra_cache, round_width), F(memra_cache, round_limit),
+    F(memra_cache, max_rows), F(memra_cache, n_vocab), F(memra_cache, logits), F(memra_cache, taps),
+    F(memra_cache, snapshots), F(memra_cache, owned), F(memra_cache, recorder), F(memra_cache, strict),
+    S(memra_health), F(memra_health, count), F(memra_health, first), F(memra_health, flags), F(memra_health, reserved),
+    S(memra_seq), F(memra_seq, k), F(memra_seq, v), F(memra_seq, len_d), F(memra_seq, conv_state),
+    F(memra_seq, ssm_state), F(memra_seq, pos_d), F(memra_seq, health), F(memra_seq, max_ctx),
+    S(memra_copy), F(memra_copy, dst), F(memra_copy, src), F(memra_copy, bytes),
+    S(memra_layout_row), F(memra_layout_row, type), F(memra_layout_row, field), F(memra_layout_row, offset),
+    F(memra_layout_row, size),
+    S(memra_device_options), F(memra_device_options, struct_size), F(memra_device_options, ordinal),
+    F(memra_device_options, stream), F(memra_device_options, context), F(memra_device_options, flags),
+    F(memra_device_options, reserved),
+    S(memra_config), F(memra_config, struct_size), F(memra_config, n_layer), F(memra_config, n_head),
+    F(memra_config, n_head_kv), F(memra_config, head_dim_k), F(memra_config, head_dim_v), F(memra_config, n_embd),
+    F(memra_config, n_vocab), F(memra_config, full_attention_interval), F(memra_config, nextn_predict_layers),
+    F(memra_config, has_ssm), F(memra_config, ssm_conv_kernel), F(memra_config, ssm_state_size),
+    F(memra_config, ssm_time_step_rank), F(memra_config, ssm_group_count), F(memra_config, has_gemma4),
+    F(memra_config, gemma4_head_count_kv), F(memra_config, gemma4_swa_pattern), F(memra_config, gemma4_n_head_count_kv),
+    F(memra_config, gemma4_n_swa_pattern), F(memra_config, gemma4_sliding_window),
+    F(memra_config, gemma4_key_length_global), F(memra_config, gemma4_key_length_swa),
+    F(memra_config, gemma4_shared_kv_layers), F(memra_config, has_step35), F(memra_config, step35_n_head_count),
+    F(memra_config, step35_head_count), F(memra_config, step35_swa_pattern), F(memra_config, step35_n_swa_pattern),
+    F(memra_config, step35_sliding_window),
+    S(memra_policy), F(memra_policy, struct_size), F(memra_policy, k), F(memra_policy, v), F(memra_policy, gkv),
+    F(memra_policy, wkv), F(memra_policy, kv_fp8),
+    S(memra_options), F(memra_options, struct_size), F(memra_options, reserve_logits), F(memra_options, max_rows),
+    F(memra_options, round_width), F(memra_options, tap_layers), F(memra_options, tap_rows),
+    F(memra_options, n_tap_layers), F(memra_options, skip_mtp_state), F(memra_options, strict),
+    F(memra_options, reserved),
+    S(memra_plane), F(memra_plane, name), F(memra_plane, owner), F(memra_plane, group), F(memra_plane, dtype),
+    F(memra_plane, section), F(memra_plane, mtp_section), F(memra_plane, reserved),
+    S(memra_plan_row), F(memra_plan_row, plane), F(memra_plan_row, layer), F(memra_plan_row, device),
+    F(memra_plan_row, dtype), F(memra_plan_row, reserved), F(memra_plan_row, len), F(memra_plan_row, n_bytes),
+    F(memra_plan_row, offset),
+    S(memra_plan), F(memra_plan, rows), F(memra_plan, arena_bytes), F(memra_plan, plane_bytes),
+    F(memra_plan, states_offset), F(memra_plan, states_bytes), F(memra_plan, device_of), F(memra_plan, n_rows),
+    F(memra_plan, n_devices), F(memra_plan, n_layer),
+};
+
+const memra_layout_row *memra_layout_table(int32_t *n_rows)
+{
+    if (n_rows) *n_rows = (int32_t)(sizeof rows / sizeof *rows);
+    return rows;
+}

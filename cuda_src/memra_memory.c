@@ -1,0 +1,216 @@
+/* memra_memory.c: memory of a device, in the order of its stream.
+ *
+ * A capture would repeat what is enqueued here at every launch, with host memory as it is by then; so nothing
+ * is allocated, freed, moved from or to the host, or waited for while one is open.
+ */
+#include "memra_internal.h"
+
+#include <stdio.h>
+
+enum { RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7 }; /* CUmemPool_attribute */
+
+static int check_no_recording(const memra_device *device, const char *what)
+{
+    if (!device->recording) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
+}
+
+/* The status of a call whose one argument that matters is a size or an address. */
+static int status_of(const char *call, const char *format, uint64_t shown, CUresult code)
+{
+    if (!code) return MEMRA_OK;
+    char argument[32], text[80];
+    snprintf(argument, sizeof argument, format, (unsigned long long)shown);
+    snprintf(text, sizeof text, "%s(%s)", call, argument);
+    return memra_fail_driver(text, code);
+}
+
+static int allocate(const memra_device *device, uint64_t n_bytes, uint64_t *ptr)
+{
+    *ptr = 0;
+    if (!n_bytes) return MEMRA_OK;
+    if (device->has_pools)
+        return status_of("cuMemAllocAsync", "%llu", n_bytes, memra_cu.cuMemAllocAsync(ptr, n_bytes, device->stream));
+    return status_of("cuMemAlloc", "%llu", n_bytes, memra_cu.cuMemAlloc(ptr, n_bytes));
+}
+
+CUresult memra_device_free(const memra_device *device, uint64_t ptr)
+{
+    return device->has_pools ? memra_cu.cuMemFreeAsync(ptr, device->stream) : memra_cu.cuMemFree(ptr);
+}
+
+int memra_device_synchronize(memra_device *device)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(check_no_recording(device, "synchronize"));
+    return MEMRA_CU(cuStreamSynchronize, (device->stream));
+}
+
+int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    if (!ptr) return memra_fail(MEMRA_ERR_ARRAY, "memra_alloc: ptr is NULL");
+    MEMRA_TRY(check_no_recording(device, "alloc"));
+    return allocate(device, n_bytes, ptr);
+}
+
+int memra_free(memra_device *device, uint64_t ptr)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    if (!ptr) return MEMRA_OK;
+    MEMRA_TRY(check_no_recording(device, "free"));
+    const char *const call = device->has_pools ? "cuMemFreeAsync" : "cuMemFree";
+    if (!device->has_pools) MEMRA_TRY(MEMRA_CU(cuStreamSynchronize, (device->stream))); /* cuMemFree knows no order */
+    return status_of(call, "0x%llx", ptr, memra_device_free(device, ptr));
+}
+
+/* Both ends of a copy, or of a fill (whose value is no address). */
+static int check_ends(const char *what, uint64_t n_bytes, bool dst, bool src)
+{
+    if (!n_bytes || (dst && src)) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_ARRAY, "%s: %llu bytes %s address 0", what, (unsigned long long)n_bytes,
+                      dst ? "from" : "to");
+}
+
+int memra_clear(memra_device *device, uint64_t ptr, uint64_t n_bytes)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(check_ends("memra_clear", n_bytes, ptr != 0, true));
+    if (!n_bytes) return MEMRA_OK;
+    return status_of("cuMemsetD8Async", "%llu", n_bytes, memra_cu.cuMemsetD8Async(ptr, 0, n_bytes, device->stream));
+}
+
+int memra_copy_bytes(memra_device *device, uint64_t dst, uint64_t src, uint64_t n_bytes)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(check_ends("memra_copy_bytes", n_bytes, dst != 0, src != 0));
+    if (!n_bytes) return MEMRA_OK;
+    return status_of("cuMemcpyDtoDAsync", "%llu", n_bytes,
+                     memra_cu.cuMemcpyDtoDAsync(dst, src, n_bytes, device->stream));
+}
+
+int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n_bytes)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(check_ends("memra_upload", n_bytes, dst != 0, src != NULL));
+    if (!n_bytes) return MEMRA_OK;
+    MEMRA_TRY(check_no_recording(device, "upload"));
+    return status_of("cuMemcpyHtoDAsync", "%llu", n_bytes,
+                     memra_cu.cuMemcpyHtoDAsync(dst, src, n_bytes, device->stream));
+}
+
+int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_bytes)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(check_ends("memra_download", n_bytes, dst != NULL, src != 0));
+    MEMRA_TRY(check_no_recording(device, "download"));
+    if (n_bytes)
+        MEMRA_TRY(status_of("cuMemcpyDtoHAsync", "%llu", n_bytes,
+                            memra_cu.cuMemcpyDtoHAsync(dst, src, n_bytes, device->stream)));
+    return MEMRA_CU(cuStreamSynchronize, (device->stream));
+}
+
+int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    if (!available || !total) return memra_fail(MEMRA_ERR_ARRAY, "memra_memory_info: available or total is NULL");
+    size_t free_bytes = 0, all = 0;
+    uint64_t reserved = 0, used = 0;
+    MEMRA_TRY(MEMRA_CU(cuMemGetInfo, (&free_bytes, &all)));
+    if (device->has_pools) {
+        void *pool = NULL;
+        MEMRA_TRY(MEMRA_CU(cuDeviceGetDefaultMemPool, (&pool, device->device)));
+        MEMRA_TRY(MEMRA_CU(cuMemPoolGetAttribute, (pool, RESERVED_MEM_CURRENT, &reserved)));
+        MEMRA_TRY(MEMRA_CU(cuMemPoolGetAttribute, (pool, USED_MEM_CURRENT, &used)));
+    }
+    *available = free_bytes + (reserved > used ? reserved - used : 0); /* another thread may allocate between the two */
+    *total = all;
+    return MEMRA_OK;
+}
+
+/* ---- The copy table ---- */
+
+int memra_device_table(memra_device *device, int32_t n)
+{
+    const uint64_t n_bytes = (uint64_t)n * sizeof *device->entries;
+    if (n_bytes <= device->table_bytes) return MEMRA_OK;
+    memra_copy *entries = malloc(n_bytes);
+    if (!entries) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "copy table: no host memory for %d entries", n);
+    uint64_t table = 0;
+    const int status = allocate(device, n_bytes, &table);
+    if (status != MEMRA_OK) {
+        free(entries);
+        return status;
+    }
+    const uint64_t old = device->table;
+    free(device->entries);
+    device->table = table;
+    device->table_bytes = n_bytes;
+    device->entries = entries;
+    device->n_entries = 0;
+    if (!old) return MEMRA_OK;
+    if (!device->has_pools) MEMRA_TRY(MEMRA_CU(cuStreamSynchronize, (device->stream)));
+    return memra_cuda_status("cuMemFree", memra_device_free(device, old));
+}
+
+/* Brings the entries to the device, unless they are there already. */
+static int upload_table(memra_device *device, const memra_copy *entries, int32_t n)
+{
+    const uint64_t n_bytes = (uint64_t)n * sizeof *entries;
+    if (n == device->n_entries && !memcmp(device->entries, entries, n_bytes)) return MEMRA_OK;
+    int capturing = 0;
+    MEMRA_TRY(MEMRA_CU(cuStreamIsCapturing, (device->stream, &capturing)));
+    if (capturing)
+        return memra_fail(MEMRA_ERR_STATE, "copy table: a capture is open, and the table would be read at each launch");
+    MEMRA_TRY(memra_device_table(device, n));
+    device->n_entries = 0; /* an upload that fails leaves no claim about what the table holds */
+    memcpy(device->entries, entries, n_bytes);
+    MEMRA_TRY(status_of("cuMemcpyHtoDAsync", "%llu", n_bytes,
+                        memra_cu.cuMemcpyHtoDAsync(device->table, device->entries, n_bytes, device->stream)));
+    device->n_entries = n;
+    return MEMRA_OK;
+}
+
+int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    if (n < 0) return memra_fail(MEMRA_ERR_CONFIG, "memra_copy_table: %d entries", n);
+    if (!n) return MEMRA_OK;
+    if (!entries) return memra_fail(MEMRA_ERR_ARRAY, "memra_copy_table: entries is NULL");
+    MEMRA_TRY(memra_kernel_loaded(device, MEMRA_K_COPY_MANY));
+    MEMRA_TRY(upload_table(device, entries, n));
+    return memra_launch_copy_many(device, device->table, n, 0, 0);
+}
+
+/* ---- Scratch of attention ---- */
+
+int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr)
+{
+    *ptr = 0;
+    if (!n_bytes) return MEMRA_OK;
+    if (!device->scratch || device->scratch->n_bytes < n_bytes) {
+        if (device->recording)
+            return memra_fail(MEMRA_ERR_STATE,
+                              "attend needs %llu bytes of scratch, and a capture allocates nothing; attend once before",
+                              (unsigned long long)n_bytes);
+        memra_scratch *scratch = malloc(sizeof *scratch);
+        if (!scratch) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "attend: no host memory");
+        const int status = allocate(device, n_bytes, &scratch->ptr);
+        if (status != MEMRA_OK) {
+            free(scratch);
+            return status;
+        }
+        scratch->n_bytes = n_bytes;
+        scratch->next = device->scratch;
+        device->scratch = scratch;
+    }
+    *ptr = device->scratch->ptr;
+    return MEMRA_OK;
+}
+
+int memra_attend_scratch(memra_device *device, uint64_t n_bytes, uint64_t *part)
+{
+    MEMRA_TRY(memra_device_enter(device));
+    if (!part) return memra_fail(MEMRA_ERR_ARRAY, "memra_attend_scratch: part is NULL");
+    return memra_device_scratch(device, n_bytes, part);
+}
