@@ -132,6 +132,7 @@ struct memra_device {
     memra_copy *entries;
     int32_t n_entries;
     struct memra_graph *recording;  /* the capture that is open */
+    struct memra_graph *graphs;     /* all that were recorded on it and are not closed */
     struct memra_device *next;      /* in the registry of open devices */
 };
 
@@ -274,8 +275,9 @@ int memra_clear_planes(memra_device *device, bool has_arena, memra_copy *entries
 
 typedef struct memra_move {  /* what one launch does to a cache */
     struct memra_move *next;
-    memra_cache *cache;
+    memra_cache *cache;   /* NULL: closed since */
     int64_t begin_pos, begin_logits_at, begin_sure_pos;
+    memra_logits begin_logits;
     uint32_t begin_state;
     int64_t *begin_lens;  /* n_layer */
     int64_t need;         /* positions from pos on that a launch may write */
@@ -283,20 +285,26 @@ typedef struct memra_move {  /* what one launch does to a cache */
     uint8_t *appended;    /* n_layer: 1 where the layer stands at pos behind it */
     bool unsettles, parks;
     int64_t logits_at;    /* of a launch that parks: so far behind where it starts; -1: not kept */
+    memra_slice logits;   /* and where it parks them */
     bool taps;            /* the sink that a launch writes to must be armed alike: */
     memra_tap_sink sink;  /* layer_ids is a copy of its own */
 } memra_move;
 
 struct memra_graph {
-    memra_device *device;
+    memra_device *device; /* while it is recorded */
+    uint64_t handle;      /* of the device, which may be closed later */
     CUgraphExec exec;  /* NULL: the caller's own */
     uint32_t flags;
     bool is_recording;
     memra_move *moves;
+    struct memra_graph *next;  /* of the same device */
 };
+
+void memra_graphs_forget(const memra_cache *cache);  /* it is closed: graphs that move it can not be launched again */
 
 int memra_graph_touch(struct memra_graph *graph, memra_cache *cache);
 memra_move *memra_move_of(struct memra_graph *graph, const memra_cache *cache);  /* NULL: takes no part */
 void memra_graph_note(struct memra_graph *graph, const memra_cache *cache, int64_t end);
+int memra_graph_note_taps(struct memra_graph *graph, const memra_cache *cache);
 
 #endif

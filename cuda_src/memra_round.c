@@ -1,0 +1,128 @@
+/* memra_round.c: one speculative round as a transaction: round.py in C. */
+#include "memra_internal.h"
+
+#include <inttypes.h>
+
+int memra_round_begin(memra_cache *cache, int64_t width) {
+    MEMRA_TRY(memra_check_cache(cache, "a round"));
+    if (width < 1 || width > cache->round_limit)
+        return memra_fail(
+            MEMRA_ERR_CONFIG, "a round of width %" PRId64 "; the cache was built with CacheOptions(round_width=%" PRId64
+            ")", width, cache->round_limit);
+    MEMRA_TRY(memra_check_recording(cache, "a round"));
+    MEMRA_TRY(memra_check_state(cache, "a round", MEMRA_IN(MEMRA_READY) | MEMRA_IN(MEMRA_UNSETTLED)));
+    if (cache->step_rows)
+        return memra_fail(
+            MEMRA_ERR_STATE, "a round: a step of %" PRId64 " rows is open; advance or roll back first",
+            cache->step_rows);
+    if (cache->round_width) return memra_fail(MEMRA_ERR_STATE, "a round is open already");
+    MEMRA_TRY(memra_check_lengths(cache));
+    cache->round_width = width;
+    return MEMRA_OK;
+}
+
+static int check_open(memra_cache *cache) {
+    MEMRA_TRY(memra_check_cache(cache, "the end of a round"));
+    if (!cache->round_width) return memra_fail(MEMRA_ERR_STATE, "the round is over");
+    return memra_check_recording(cache, "the end of a round");
+}
+
+/* Ring and state of one layer after the accepted rows. swap: a full accept will exchange the states instead. */
+static int commit_layer(
+    memra_cache *cache, int32_t il, uint64_t accept_d, int64_t accept, int64_t rows, bool swap, bool *done) {
+    const memra_recur_layer *layer = &cache->recur[il];
+    memra_device *device = memra_device_at(cache, layer->device_index);
+    const uint64_t health = cache->devices[layer->device_index].health.ptr, ring = layer->conv_state.ptr;
+    const uint64_t vector = 4 * (uint64_t)rows * (uint64_t)layer->num_v * (uint64_t)layer->state_size;
+    const uint64_t gate = 4 * (uint64_t)rows * (uint64_t)layer->num_v;
+    const uint64_t x = layer->tape.ptr, q = x + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim;
+    if (layer->step_ops & MEMRA_OP_CONV) {
+        MEMRA_TRY(memra_launch_conv_ring_rebuild(
+            device, x, ring, ring, accept_d, (int32_t)accept, (int32_t)rows, layer->conv_dim, layer->d_conv, health,
+            il));
+        *done = true;
+    }
+    if (!(layer->step_ops & MEMRA_OP_SCAN) || (swap && accept == rows)) return MEMRA_OK;
+    const uint64_t state = memra_recording(cache) != NULL ? layer->home : layer->ssm_state.ptr; /* what the scan read */
+    MEMRA_TRY(memra_launch_gdn_scan(
+        device, q, q + vector, q + 2 * vector, q + 3 * vector, q + 3 * vector + gate, state, state, 0, 0, accept_d,
+        (int32_t)(accept_d ? rows : accept), layer->num_v, layer->state_size, 1.0f, 0, 1, health, il));
+    *done = true;
+    return MEMRA_OK;
+}
+
+static void finish(memra_cache *cache, int64_t end) {
+    for (int64_t il = 0; il < cache->n_layer; il++)
+        if (cache->kv[il].present && cache->kv[il].step_ops & MEMRA_OP_APPEND) cache->kv[il].len = end;
+    cache->round_width = 0;
+    memra_end_step(cache, end);
+    memra_drop_logits_above(cache, end);
+}
+
+/* The counters of the layers that took part stand at `end`. */
+static int move_counters(memra_cache *cache, uint64_t accept_d, int64_t accept, int64_t rows, int64_t end, bool *done) {
+    int64_t *lens = malloc((size_t)cache->n_layer * sizeof *lens);
+    if (lens == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
+    for (int64_t il = 0; il < cache->n_layer; il++)
+        lens[il] = cache->kv[il].present && cache->kv[il].step_ops & MEMRA_OP_APPEND ? end : -1;
+    const int status = memra_commit_counters(cache, lens, accept_d, accept, rows, end, done);
+    free(lens);
+    return status;
+}
+
+static int end_round(memra_cache *cache, const bool *done, int status) {
+    memra_end(cache, done, status);
+    if (cache->state == MEMRA_TAINTED) cache->round_width = 0;
+    return status;
+}
+
+static int commit(memra_cache *cache, uint64_t accept_d, int64_t accept) {
+    const int64_t rows = cache->step_rows, end = cache->pos + (accept_d ? rows : accept);
+    const bool swap = !accept_d && !memra_device_clock(cache);
+    bool done = false;
+    int status = MEMRA_OK;
+    for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
+        if (cache->recur[il].present && cache->recur[il].step_ops)
+            status = commit_layer(cache, (int32_t)il, accept_d, accept, rows, swap, &done);
+    if (status == MEMRA_OK) status = move_counters(cache, accept_d, accept, rows, end, &done);
+    MEMRA_TRY(end_round(cache, &done, status));
+    for (int64_t il = 0; il < cache->n_layer; il++)
+        if (swap && accept == rows && cache->recur[il].present && cache->recur[il].step_ops & MEMRA_OP_SCAN)
+            memra_swap_states(&cache->recur[il]);
+    memra_drop_unsure_logits(cache);
+    finish(cache, end);
+    return MEMRA_OK;
+}
+
+int memra_round_commit(memra_cache *cache, int64_t accept_len) {
+    MEMRA_TRY(check_open(cache));
+    if (!cache->step_rows) return memra_fail(MEMRA_ERR_STATE, "nothing to commit: the round ran no step");
+    if (accept_len < 0 || accept_len > cache->step_rows)
+        return memra_fail(
+            MEMRA_ERR_CAPACITY, "accept_len is %" PRId64 "; the round ran %" PRId64 " rows", accept_len,
+            cache->step_rows);
+    return accept_len ? commit(cache, 0, accept_len) : memra_round_reject(cache);
+}
+
+int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d) {
+    memra_range range;
+    MEMRA_TRY(check_open(cache));
+    if (!cache->step_rows) return memra_fail(MEMRA_ERR_STATE, "nothing to commit: the round ran no step");
+    if (cache->n_devices > 1)
+        return memra_fail(
+            MEMRA_ERR_DEVICE, "commit_from_device serves caches on one device; this one spans several");
+    MEMRA_TRY(memra_range_of("accept_d", accept_d, 1, 1, 4, &range));
+    const int64_t begin = cache->pos;
+    MEMRA_TRY(commit(cache, accept_d, 0));
+    memra_unsettle(cache, begin);
+    return MEMRA_OK;
+}
+
+int memra_round_reject(memra_cache *cache) {
+    bool done = false;
+    MEMRA_TRY(check_open(cache));
+    if (cache->step_rows)
+        MEMRA_TRY(end_round(cache, &done, move_counters(cache, 0, 0, cache->step_rows, cache->pos, &done)));
+    finish(cache, cache->pos);
+    return MEMRA_OK;
+}
