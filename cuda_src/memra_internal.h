@@ -197,7 +197,7 @@ void memra_plan_formats(const memra_plan_own *own, int32_t il, int32_t formats[2
 void memra_plan_kv_dims(const memra_plan_own *own, int32_t il, int64_t dims[2]);
 void memra_plan_tok_bytes(const memra_plan_own *own, int32_t il, int64_t n_bytes[2]);
 
-/* ---- Caches (memra_cache.c, memra_rules.c) ---- */
+/* ---- Caches (memra_cache.c, memra_bind.c, memra_rules.c) ---- */
 
 /* A cache that the library made: `cache` is its first field, so that the two are one address. */
 typedef struct memra_cache_own {
@@ -208,6 +208,7 @@ typedef struct memra_cache_own {
 } memra_cache_own;
 
 /* Rules: each is a refusal or MEMRA_OK, and changes nothing. `what` begins the sentence. */
+int memra_check_abi(const memra_cache *cache, const char *what);
 int memra_check_cache(const memra_cache *cache, const char *what);  /* of this ABI, open, on open devices, not forked */
 int memra_check_state(const memra_cache *cache, const char *what, uint32_t allowed);  /* bits MEMRA_IN(state) */
 int memra_check_settled(memra_cache *cache, const char *what);  /* ready, and no step, round or capture open */
