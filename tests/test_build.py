@@ -1,4 +1,4 @@
-"""build.py: what it refuses, what it looks for, when it makes, keeps and repairs .venv; and the wheel."""
+"""build.py: what it refuses, what it looks for, when it makes, keeps and repairs .venv."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import importlib.util
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from memra_driver import nvrtc
+from memra_driver import native, nvrtc
+from memra_driver.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent.parent
-# The wheel is checked from a Python that sees nothing but what is put on its path.
-BARE = [sys.executable, "-I", "-S", "-c"]
 
 
 @pytest.fixture
@@ -96,7 +94,7 @@ def test_no_argument_prints_the_usage_and_fails() -> None:
     assert "python -P -m build" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "test", "kernels"])
+@pytest.mark.parametrize("command", ["run", "test", "kernels", "native"])
 def test_help_answers_before_anything_is_set_up(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -170,6 +168,7 @@ def test_an_interpreter_that_does_not_start_lacks_everything(build: ModuleType, 
         ("run", [], True, 1, []),
         ("test", [], False, 0, ["NVRTC"]),
         ("kernels", [], False, 0, ["NVRTC"]),
+        ("native", [], False, 1, []),
         ("run", ["model.gguf"], True, 0, ["gguf"]),
     ],
 )
@@ -338,6 +337,24 @@ def test_kernels_leaves_one_cubin_for_each_source_and_none_of_an_older_text(
         assert set(os.listdir(tmp_path / arch)) == expected | others
 
 
+def test_kernels_that_cannot_be_written_leave_those_that_are_there(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nvrtc, "compile_all", lambda archs: {("append_kv.cu", arch): b"cubin" for arch in archs})
+    old = tmp_path / "sm_90" / "append_kv.0123456789abcdef.cubin"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(SystemExit) as end:
+        build.kernels(["--arch", "sm_90", "--out", str(tmp_path)])
+    assert end.value.code == 1
+    assert "No space left" in capsys.readouterr().err
+    assert list(old.parent.iterdir()) == [old]
+
+
 def test_kernels_says_what_the_compiler_refuses(build: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         build.kernels(["--arch", "no-such-arch"])
@@ -345,56 +362,52 @@ def test_kernels_says_what_the_compiler_refuses(build: ModuleType, capsys: pytes
     assert "no-such-arch" in capsys.readouterr().err
 
 
-# The wheel
+# native
 
 
-def pip(*args: str) -> None:
-    pytest.importorskip("hatchling")
-    pytest.importorskip("pip")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args, "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*command, "--no-index", "--quiet"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def no_set_up(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(build, "lacking", lambda *_: [])
+    monkeypatch.setattr(build, "ROOT", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", "")
+    return build
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--wheel-dir", str(folder), ".")
-    (path,) = folder.glob("*.whl")
-    return path
+def no_compiler() -> Path:
+    raise CompileError("there is no C compiler")
 
 
-def test_the_wheel_serves_every_python_and_platform(wheel: Path) -> None:
-    assert wheel.name == "memra_driver-0.1.0-py3-none-any.whl"
+def test_native_prints_where_the_library_is(
+    no_set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "build", lambda: tmp_path / "lib.so")
+    assert no_set_up.main(["native"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/lib.so\n"
 
 
-def test_the_wheel_has_the_package_the_headers_and_the_licence_and_no_tests(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    tracked = [
-        path.relative_to(ROOT).as_posix()
-        for pattern in ("memra_driver/*.py", "memra_driver/*.json", "memra_driver/py.typed")
-        for path in ROOT.glob(pattern)
-    ]
-    tracked += [f"memra_driver/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "cuda_src").iterdir()]
-    assert set(tracked) <= set(names)
-    assert {"memra_driver/presets.json", "memra_driver/py.typed", "memra_driver/cuda_src/memra_driver.h"} <= set(names)
-    assert "memra_driver-0.1.0.dist-info/licenses/LICENSE" in names
-    assert {name.split("/")[0] for name in names} == {"memra_driver", "memra_driver-0.1.0.dist-info"}
-    assert not [name for name in names if "test" in name or "fake" in name]
+def test_native_fails_without_a_compiler_and_takes_no_arguments(
+    no_set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "build", no_compiler)
+    for argv, status, says in ((["native"], 1, "there is no C compiler"), (["native", "--arch"], 2, "'--arch'")):
+        with pytest.raises(SystemExit) as end:
+            no_set_up.main(argv)
+        assert end.value.code == status
+        assert says in capsys.readouterr().err
 
 
-def test_an_installed_wheel_finds_its_own_headers(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import memra_driver; print(memra_driver.get_include())"
-    found = subprocess.run([*BARE, code, str(tmp_path)], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert Path(found.stdout.strip()) == tmp_path / "memra_driver" / "cuda_src"
+@pytest.mark.parametrize("command", ["run", "test"])
+def test_run_and_test_build_the_library_first_and_go_on_without(
+    no_set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    order: list[str] = []
 
+    def build_library() -> Path:
+        order.append("native")
+        return no_compiler()
 
-def test_an_editable_install_finds_the_headers_of_the_repository(tmp_path: Path) -> None:
-    pytest.importorskip("editables")
-    pip("install", "--editable", ".", "--target", str(tmp_path))
-    code = "import site, sys; site.addsitedir(sys.argv[1]); import memra_driver; print(memra_driver.get_include())"
-    found = subprocess.run([*BARE, code, str(tmp_path)], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert Path(found.stdout.strip()) == ROOT / "cuda_src"
+    monkeypatch.setattr(native, "build", build_library)
+    monkeypatch.setitem(no_set_up.COMMANDS, command, lambda args: order.append(command) or 0)
+    assert no_set_up.main([command]) == 0
+    assert order == ["native", command]
+    assert "no C library: there is no C compiler" in capsys.readouterr().err

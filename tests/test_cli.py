@@ -260,6 +260,22 @@ def test_info_never_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "info")[0] == 0
 
 
+def test_info_names_the_c_library_or_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memra_driver import native
+
+    monkeypatch.setattr(native, "library_dir", lambda: tmp_path)
+    found = json.loads(run(capsys, "info", "--json")[1])
+    assert found["library"] is None
+    assert [line for line in found["missing"] if "build.py native" in line and line.startswith("libmemra_driver.so")]
+    path = tmp_path / "libmemra_driver.so.1"
+    path.write_bytes(b"")
+    found = json.loads(run(capsys, "info", "--json")[1])
+    assert found["library"] == str(path)
+    assert not [line for line in found["missing"] if "native" in line]
+
+
 def test_info_says_when_gpu_results_speak_of_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memra_driver import inventory, nvrtc
 

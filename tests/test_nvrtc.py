@@ -91,11 +91,15 @@ def test_a_changed_byte_in_any_file_of_ours_changes_the_key(name: str, folder: P
     assert before[1] != after[1]
 
 
-def test_a_file_that_the_source_does_not_include_leaves_its_key(folder: Path) -> None:
+def test_a_file_that_no_source_includes_leaves_the_keys(folder: Path) -> None:
     before = nvrtc.cache_key("store.cu", ARCH, folder), nvrtc.sources_hash(folder)
     (folder / "other.cuh").write_text("// nothing\n")
+    assert (nvrtc.cache_key("store.cu", ARCH, folder), nvrtc.sources_hash(folder)) == before
+    (folder / "more.cu").write_text('#include "other.cuh"\n')
     assert nvrtc.cache_key("store.cu", ARCH, folder) == before[0]
-    assert nvrtc.sources_hash(folder) != before[1]
+    with_more = nvrtc.sources_hash(folder)
+    (folder / "other.cuh").write_text("// something\n")
+    assert len({before[1], with_more, nvrtc.sources_hash(folder)}) == 3
 
 
 def test_a_renamed_include_changes_the_key(folder: Path) -> None:
@@ -165,7 +169,7 @@ def test_a_read_only_cache_does_not_matter(
     cache.mkdir()
     cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
     if os.geteuid() == 0:  # root writes everywhere
-        monkeypatch.setattr("tempfile.mkstemp", refuse)
+        monkeypatch.setattr("tempfile.mkdtemp", refuse)
     first = nvrtc.compile_cubin("store.cu", ARCH, folder)
     assert nvrtc.compile_cubin("store.cu", ARCH, folder) == first
     assert len(compiles) == 2

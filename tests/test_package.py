@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import memra_driver
-from memra_driver import nvrtc
+from memra_driver import __main__ as command
+from memra_driver import native, nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = ("memra_driver.h", "memra_formats.h")
@@ -84,17 +86,138 @@ def test_a_copy_without_headers_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pat
         memra_driver.get_include()
 
 
-def test_cubins_of_other_sources_or_architectures_are_not_listed(
+# Cubins for programs in C
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Names what was "compiled" by a stand-in for NVRTC; package and cache folder are empty."""
+    done: list[str] = []
+
+    def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:
+        done.append(source)
+        return b"\x7fELF" + f"{source} {arch}".encode()
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 5))
+    monkeypatch.setattr(nvrtc, "prebuilt_dir", lambda: tmp_path / "cubins")
+    monkeypatch.setenv("MEMRA_CACHE_DIR", str(tmp_path / "cache"))
+    return done
+
+
+def prebuild(arch: str, sources: list[str]) -> list[Path]:
+    paths = [nvrtc.prebuilt_path(source, arch) for source in sources]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\x7fELF")
+    return paths
+
+
+def test_cubins_that_came_with_the_package_need_no_compiler(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = prebuild("sm_90", nvrtc.sources())
+    monkeypatch.delattr(nvrtc, "version")
+    assert memra_driver.get_cubins("sm_90") == [str(path) for path in paths]
+    assert compiled == []
+
+
+@pytest.mark.parametrize("spoilt", ["missing", "of another text", "damaged", "none"])
+def test_cubins_are_compiled_where_the_package_has_not_all_of_them(
+    compiled: list[str], tmp_path: Path, spoilt: str
+) -> None:
+    if spoilt != "none":
+        paths = prebuild("sm_90", nvrtc.sources())
+        if spoilt == "missing":
+            paths[0].unlink()
+        elif spoilt == "damaged":
+            paths[0].write_bytes(b"cubin")
+        else:
+            (paths[0].parent / "append_kv.0123456789abcdef.cubin").write_bytes(b"\x7fELF")
+    found = [Path(path) for path in memra_driver.get_cubins("sm_90")]
+    assert sorted(compiled) == nvrtc.sources()
+    # What a driver is given is the cubin to the last byte, from a folder that can be loaded as a whole.
+    assert [path.read_bytes() for path in found] == [b"\x7fELF" + f"{s} sm_90".encode() for s in nvrtc.sources()]
+    assert sorted(found[0].parent.iterdir()) == found
+    assert found[0].parent.parent == tmp_path / "cache"
+
+
+def test_a_folder_of_cubins_is_kept_healed_and_of_one_architecture_text_and_compiler(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = [Path(path) for path in memra_driver.get_cubins("sm_90")]
+    before = {path: (path.read_bytes(), path.stat().st_ino) for path in first}
+    assert memra_driver.get_cubins("sm_90") == [str(path) for path in first]
+    assert {path: (path.read_bytes(), path.stat().st_ino) for path in first} == before
+    first[0].write_bytes(b"\x7fELF")
+    first[1].unlink()
+    (first[0].parent / "stray.cubin").write_bytes(b"\x7fELF")
+    assert memra_driver.get_cubins("sm_90") == [str(path) for path in first]
+    assert {path: path.read_bytes() for path in first[0].parent.iterdir()} == {
+        path: cubin for path, (cubin, _) in before.items()
+    }
+    folders = {first[0].parent, Path(memra_driver.get_cubins("sm_80")[0]).parent}
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 6))
+    folders.add(Path(memra_driver.get_cubins("sm_90")[0]).parent)
+    assert len(folders) == 3
+
+
+def test_cubins_that_cannot_be_kept_are_an_error_that_names_the_setting(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("not a folder")
+    with pytest.raises(memra_driver.ConfigError, match="MEMRA_CACHE_DIR"):
+        memra_driver.get_cubins("sm_90")
+    monkeypatch.setattr(nvrtc, "cache_dir", lambda: None)
+    with pytest.raises(memra_driver.ConfigError, match="MEMRA_CACHE_DIR"):
+        memra_driver.get_cubins("sm_90")
+    with pytest.raises(memra_driver.ConfigError, match="sm_90a"):
+        memra_driver.get_cubins("../sm_90")
+
+
+# The C library
+
+
+def test_the_library_is_a_path_where_it_was_built_and_none_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(nvrtc, "prebuilt_dir", lambda: tmp_path)
-    current = [nvrtc.prebuilt_path(source, "sm_90") for source in ("append_kv.cu", "gdn_scan.cu")]
-    current[0].parent.mkdir()
-    for path in (*current, tmp_path / "sm_90" / "append_kv.0123456789abcdef.cubin", tmp_path / "sm_90" / "notes.txt"):
-        path.write_bytes(b"")
-    assert memra_driver.get_cubins("sm_90") == [str(path) for path in current]
-    assert memra_driver.get_cubins("sm_80") == []
-
-
-def test_there_is_no_c_library_yet() -> None:
+    monkeypatch.setattr(native, "library_dir", lambda: tmp_path)
     assert memra_driver.get_library() is None
+    (tmp_path / "libmemra_driver.so.1").write_bytes(b"")
+    assert memra_driver.get_library() == str(tmp_path / "libmemra_driver.so.1")
+
+
+def flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["memra-driver", *argv])
+    status = command.main()
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_the_flags_of_a_c_build_are_one_line_for_a_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "library_dir", lambda: tmp_path / "a b")
+    include = f"-I{memra_driver.get_include()}"
+    assert flags(monkeypatch, capsys, "--cflags") == (0, f"{include}\n", "")
+    status, out, err = flags(monkeypatch, capsys, "--cflags", "--libs")
+    assert (status, out) == (2, "")
+    assert "build.py native" in err
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "libmemra_driver.so.1").write_bytes(b"")
+    status, out, _ = flags(monkeypatch, capsys, "--cflags", "--libs")
+    assert (status, out.count("\n")) == (0, 1)
+    folder = tmp_path / "a b"
+    assert shlex.split(out) == [include, f"-L{folder}", "-lmemra_driver", f"-Wl,-rpath,{folder}"]
+    assert shlex.split(flags(monkeypatch, capsys, "--libs")[1]) == shlex.split(out)[1:]
+
+
+def test_the_folder_of_the_cubins_is_printed_and_an_error_is_one_line(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = os.path.dirname(memra_driver.get_cubins("sm_90")[0])
+    assert flags(monkeypatch, capsys, "--cubins", "sm_90") == (0, f"{folder}\n", "")
+    assert flags(monkeypatch, capsys, "--cubins=sm_90") == (0, f"{folder}\n", "")
+    status, out, err = flags(monkeypatch, capsys, "--cubins", "90")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "sm_90a" in err
