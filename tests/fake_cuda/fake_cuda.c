@@ -116,6 +116,8 @@ static void set_defaults(void) {
     };
     S.device_count = getenv("FAKE_CUDA_DEVICES") ? atoi(getenv("FAKE_CUDA_DEVICES")) : 2;
     S.driver_version = 13020;
+    if (getenv("FAKE_CUDA_KERNELS")) // for a program that does not know fake_set_kernels
+        snprintf(S.kernels, sizeof S.kernels, "%s", getenv("FAKE_CUDA_KERNELS"));
     for (int d = 0; d < MAX_DEVICES; d++) {
         memset(S.device[d].attribute, 0, sizeof S.device[d].attribute);
         for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
