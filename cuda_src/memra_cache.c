@@ -162,7 +162,7 @@ static void put_plane(memra_cache *cache, const memra_planned *row, memra_slice 
 
 /* ---- Birth ---- */
 
-/* One cleared arena a device, or the planes in the Rust order; then what is written before it is read is not cleared. */
+/* One cleared arena a device, or planes in the Rust order; there, what is written before it is read is not cleared. */
 static int place(memra_cache_own *own, const memra_plan_own *plan, uint64_t *arenas) {
     memra_cache *cache = &own->cache;
     int32_t n_planes;
