@@ -30,42 +30,36 @@ static pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
 static atomic_bool loaded;
 static volatile bool used, forked; /* the driver was used in this process; it was used before this process was forked */
 
-static void in_child(void)
-{
+static void in_child(void) {
     forked = forked || used;
 }
 
-static void watch(void)
-{
+static void watch(void) {
     (void)pthread_atfork(NULL, NULL, in_child);
 }
 
-int memra_check_fork(void)
-{
+int memra_check_fork(void) {
     if (!forked) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_STATE,
                       "CUDA does not survive fork(): this process was forked from one that used the GPU; start children"
                       " with fork and exec ('spawn' in Python), or use the GPU in the child only");
 }
 
-static bool is_optional(const char *name)
-{
+static bool is_optional(const char *name) {
     for (size_t i = 0; i < sizeof optional / sizeof *optional; i++)
         if (!strcmp(optional[i], name)) return true;
     return false;
 }
 
 /* ISO C has no cast from an object pointer to a function pointer; POSIX says that they have one form. */
-static void find(get_proc_v2 **v2, get_proc_v1 **v1, void *library)
-{
+static void find(get_proc_v2 **v2, get_proc_v1 **v1, void *library) {
     void *found = dlsym(library, "cuGetProcAddress_v2");
     memcpy(v2, &found, sizeof found);
     found = dlsym(library, "cuGetProcAddress");
     memcpy(v1, &found, sizeof found);
 }
 
-static int load(void)
-{
+static int load(void) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return memra_fail(MEMRA_ERR_NO_DRIVER,
@@ -95,8 +89,7 @@ static int load(void)
     return MEMRA_OK;
 }
 
-int memra_cuda_load(void)
-{
+int memra_cuda_load(void) {
     MEMRA_TRY(memra_check_fork());
     if (atomic_load_explicit(&loaded, memory_order_acquire)) return MEMRA_OK;
     (void)pthread_once(&watch_forks, watch);

@@ -18,8 +18,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static memra_device *devices;
 static uint64_t last_handle;
 
-static bool is_open(const memra_device *device)
-{
+static bool is_open(const memra_device *device) {
     pthread_mutex_lock(&lock);
     const memra_device *each = devices;
     while (each && each != device) each = each->next;
@@ -27,8 +26,7 @@ static bool is_open(const memra_device *device)
     return each != NULL;
 }
 
-static void add(memra_device *device)
-{
+static void add(memra_device *device) {
     pthread_mutex_lock(&lock);
     device->handle = ++last_handle;
     device->next = devices;
@@ -37,8 +35,7 @@ static void add(memra_device *device)
 }
 
 /* False where it is not in the list. */
-static bool take_out(memra_device *device)
-{
+static bool take_out(memra_device *device) {
     pthread_mutex_lock(&lock);
     memra_device **at = &devices;
     while (*at && *at != device) at = &(*at)->next;
@@ -48,8 +45,7 @@ static bool take_out(memra_device *device)
     return found;
 }
 
-memra_device *memra_device_find(uint64_t handle)
-{
+memra_device *memra_device_find(uint64_t handle) {
     pthread_mutex_lock(&lock);
     memra_device *each = devices;
     while (each && each->handle != handle) each = each->next;
@@ -57,30 +53,26 @@ memra_device *memra_device_find(uint64_t handle)
     return each;
 }
 
-static int check_open(const memra_device *device)
-{
+static int check_open(const memra_device *device) {
     MEMRA_TRY(memra_check_fork());
     if (!device) return memra_fail(MEMRA_ERR_DEVICE, "the device is NULL");
     return is_open(device) ? MEMRA_OK : memra_fail(MEMRA_ERR_STATE, "the device is closed");
 }
 
-static int make_current(CUcontext context)
-{
+static int make_current(CUcontext context) {
     CUcontext current = NULL;
     MEMRA_TRY(MEMRA_CU(cuCtxGetCurrent, (&current)));
     return current == context ? MEMRA_OK : MEMRA_CU(cuCtxSetCurrent, (context));
 }
 
-int memra_device_enter(memra_device *device)
-{
+int memra_device_enter(memra_device *device) {
     MEMRA_TRY(check_open(device));
     return make_current(device->context);
 }
 
 /* ---- Birth and end ---- */
 
-static int open_context(memra_device *device, uint64_t given)
-{
+static int open_context(memra_device *device, uint64_t given) {
     MEMRA_TRY(MEMRA_CU(cuDeviceGet, (&device->device, device->ordinal)));
     if (!given) {
         MEMRA_TRY(MEMRA_CU(cuDevicePrimaryCtxRetain, (&device->context, device->device)));
@@ -95,8 +87,7 @@ static int open_context(memra_device *device, uint64_t given)
     return memra_fail(MEMRA_ERR_DEVICE, "the context given is of cuda:%d, not of cuda:%d", found, device->ordinal);
 }
 
-static int open_stream(memra_device *device, uint64_t given)
-{
+static int open_stream(memra_device *device, uint64_t given) {
     if (!given) {
         MEMRA_TRY(MEMRA_CU(cuStreamCreate, (&device->stream, NON_BLOCKING)));
         device->owns_stream = true;
@@ -111,8 +102,7 @@ static int open_stream(memra_device *device, uint64_t given)
                       (unsigned long long)given, device->ordinal);
 }
 
-static int open_parts(memra_device *device, const memra_device_options *options)
-{
+static int open_parts(memra_device *device, const memra_device_options *options) {
     int major = 0, minor = 0, pools = 0;
     MEMRA_TRY(open_context(device, options->context));
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&major, CAPABILITY_MAJOR, device->device)));
@@ -126,16 +116,18 @@ static int open_parts(memra_device *device, const memra_device_options *options)
 }
 
 /* Keeps the first failure of a close; what went with its context is none. */
-static void keep(int *status, const char *call, CUresult code)
-{
+static void keep(int *status, const char *call, CUresult code) {
     if (code && code != DEINITIALIZED && code != CONTEXT_IS_DESTROYED && *status == MEMRA_OK)
         *status = memra_fail_driver(call, code);
 }
 
 /* Frees all that is the device's own, as far as it was made, and the struct. Returns the first failure, `status` being
  * one that came before. */
-static int take_apart(memra_device *device, int status)
-{
+static int take_apart(memra_device *device, int status) {
+    for (struct memra_graph *graph = device->graphs; graph; graph = graph->next) { /* they can be closed still */
+        if (graph->exec) keep(&status, "cuGraphExecDestroy", memra_cu.cuGraphExecDestroy(graph->exec));
+        graph->exec = NULL;
+    }
     while (device->scratch) {
         memra_scratch *scratch = device->scratch;
         device->scratch = scratch->next;
@@ -153,8 +145,7 @@ static int take_apart(memra_device *device, int status)
     return status;
 }
 
-int memra_device_open(const memra_device_options *options, memra_device **device)
-{
+int memra_device_open(const memra_device_options *options, memra_device **device) {
     if (!options || !device) return memra_fail(MEMRA_ERR_ARRAY, "memra_device_open: options or device is NULL");
     *device = NULL;
     MEMRA_TRY(memra_check_size("memra_device_options", options->struct_size, sizeof *options));
@@ -180,16 +171,14 @@ int memra_device_open(const memra_device_options *options, memra_device **device
 }
 
 /* A wait or a free would spoil a capture, whoever began it. */
-static int check_no_capture(const memra_device *device)
-{
+static int check_no_capture(const memra_device *device) {
     int capturing = 0;
     const CUresult code = memra_cu.cuStreamIsCapturing(device->stream, &capturing);
     if (!device->recording && (code || !capturing)) return MEMRA_OK; /* a stream that fails records nothing */
     return memra_fail(MEMRA_ERR_STATE, "device close: a capture is open; end or abandon it first");
 }
 
-int memra_device_close(memra_device *device)
-{
+int memra_device_close(memra_device *device) {
     if (!device) return MEMRA_OK;
     MEMRA_TRY(check_open(device));
     CUcontext before = NULL;
@@ -208,17 +197,14 @@ int memra_device_close(memra_device *device)
 
 /* ---- What it is ---- */
 
-uint64_t memra_device_handle(const memra_device *device)
-{
+uint64_t memra_device_handle(const memra_device *device) {
     return check_open(device) == MEMRA_OK ? device->handle : 0;
 }
 
-uint64_t memra_device_stream(const memra_device *device)
-{
+uint64_t memra_device_stream(const memra_device *device) {
     return check_open(device) == MEMRA_OK ? (uint64_t)(uintptr_t)device->stream : 0;
 }
 
-int32_t memra_device_arch(const memra_device *device)
-{
+int32_t memra_device_arch(const memra_device *device) {
     return check_open(device) == MEMRA_OK ? device->arch : 0;
 }

@@ -9,8 +9,7 @@ enum { OUT_OF_MEMORY = 2, STUB_LIBRARY = 34, SYSTEM_DRIVER_MISMATCH = 803, COMPA
 static _Thread_local char sentence[1024];
 static _Thread_local int32_t driver_code;
 
-int memra_fail(int status, const char *format, ...)
-{
+int memra_fail(int status, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(sentence, sizeof sentence, format, arguments);
@@ -19,16 +18,14 @@ int memra_fail(int status, const char *format, ...)
 }
 
 /* After one of these every later call on the context fails too. */
-static bool is_sticky(int code)
-{
+static bool is_sticky(int code) {
     static const int codes[] = {700, 710, 714, 715, 716, 717, 718, 719};
     for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
         if (codes[i] == code) return true;
     return false;
 }
 
-int memra_fail_driver(const char *call, int code)
-{
+int memra_fail_driver(const char *call, int code) {
     const char *name = NULL, *text = NULL, *advice = "";
     int status = MEMRA_ERR_DRIVER;
     if (memra_cu.cuGetErrorName) (void)memra_cu.cuGetErrorName(code, &name);
@@ -49,30 +46,25 @@ int memra_fail_driver(const char *call, int code)
                       text ? text : "this driver has no text for it", advice);
 }
 
-int memra_cuda_status(const char *call, CUresult code)
-{
+int memra_cuda_status(const char *call, CUresult code) {
     return code ? memra_fail_driver(call, code) : MEMRA_OK;
 }
 
-int memra_check_size(const char *type, uint32_t found, size_t expected)
-{
+int memra_check_size(const char *type, uint32_t found, size_t expected) {
     if (found == expected) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_ABI,
                       "%s: struct_size is %u, this library has %zu bytes; compile against the header of this library",
                       type, found, expected);
 }
 
-int32_t memra_abi_version(void)
-{
+int32_t memra_abi_version(void) {
     return MEMRA_ABI_VERSION;
 }
 
-const char *memra_last_error(void)
-{
+const char *memra_last_error(void) {
     return sentence;
 }
 
-int32_t memra_last_driver_code(void)
-{
+int32_t memra_last_driver_code(void) {
     return driver_code;
 }

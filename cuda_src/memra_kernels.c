@@ -26,14 +26,12 @@ const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide", "attend_combine",
 };
 
-static bool is_attend(enum memra_kernel k)
-{
+static bool is_attend(enum memra_kernel k) {
     return k >= MEMRA_K_ATTEND_64 && k <= MEMRA_K_ATTEND_256_WIDE;
 }
 
 /* A kernel's parameters in order: p a pointer, l a long long, i an int, f a float. */
-static const char *params_of(enum memra_kernel k)
-{
+static const char *params_of(enum memra_kernel k) {
     static const char *const params[] = {
         "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiipi", "pppppppppppliiiifpipi",
         "ppppppppppiiifpipi", "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
@@ -42,8 +40,7 @@ static const char *params_of(enum memra_kernel k)
     return is_attend(k) ? "ppppliliiiilliifippipi" : params[k];
 }
 
-int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device)
-{
+int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device) {
     size_t end = 0;
     const char *const params = params_of(k);
     for (size_t i = 0; params[i] && memra_cu.cuKernelGetParamInfo; i++) {
@@ -62,8 +59,7 @@ int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device)
     return MEMRA_CU(cuKernelSetAttribute, (MAX_DYNAMIC_SHARED_SIZE_BYTES, ATTEND_SHARED_BYTES, kernel, device));
 }
 
-int memra_kernel_loaded(const memra_device *device, enum memra_kernel k)
-{
+int memra_kernel_loaded(const memra_device *device, enum memra_kernel k) {
     if (device->kernels[k]) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_UNSUPPORTED,
                       "kernel %s is not loaded; give memra_device_load the cubins of sm_%d", memra_kernel_names[k],
@@ -73,15 +69,13 @@ int memra_kernel_loaded(const memra_device *device, enum memra_kernel k)
 /* ---- Shapes ---- */
 
 /* Numbers of a launch, whatever the caller gave: -1 stands for one that is negative, INT64_MAX for one too large. */
-static int64_t times(int64_t a, int64_t b)
-{
+static int64_t times(int64_t a, int64_t b) {
     int64_t product;
     if (a < 0 || b < 0) return -1;
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-static int64_t parts(int64_t n, int64_t size)
-{
+static int64_t parts(int64_t n, int64_t size) {
     return n < 0 ? -1 : n / size + (n % size != 0);
 }
 
@@ -91,8 +85,7 @@ typedef struct launch_shape {
     unsigned shared_bytes;
 } launch_shape;
 
-static int launch(memra_device *device, enum memra_kernel k, launch_shape shape, void **params)
-{
+static int launch(memra_device *device, enum memra_kernel k, launch_shape shape, void **params) {
     const char *const name = memra_kernel_names[k];
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(memra_kernel_loaded(device, k));
@@ -120,8 +113,7 @@ int memra_launch_append_kv(
     memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,
     int64_t slot, int32_t rows, int32_t len, int64_t max_ctx, int32_t kv_dim_k, int32_t kv_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
-    int32_t layer)
-{
+    int32_t layer) {
     const int64_t groups = times(times(n_seqs, rows), ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
     LAUNCH(MEMRA_K_APPEND_KV, LINE(parts(groups, 8), 256), &k_rows, &v_rows, &k, &v, &len_d, &pos_d, &slot, &rows, &len,
            &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &seqs, &n_seqs, &health,
@@ -131,8 +123,7 @@ int memra_launch_append_kv(
 int memra_launch_dequant_kv(
     memra_device *device, uint64_t k, uint64_t v, int64_t start, int64_t rows, int64_t max_ctx, int32_t kv_dim_k,
     int32_t kv_dim_v, int64_t k_tok_bytes, int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t k_out,
-    uint64_t v_out, int32_t out_bf16, uint64_t health, int32_t layer)
-{
+    uint64_t v_out, int32_t out_bf16, uint64_t health, int32_t layer) {
     const int64_t groups = times(rows, ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
     LAUNCH(MEMRA_K_DEQUANT_KV, LINE(parts(groups, 8), 256), &k, &v, &start, &rows, &max_ctx, &kv_dim_k, &kv_dim_v,
            &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &k_out, &v_out, &out_bf16, &health, &layer);
@@ -141,8 +132,7 @@ int memra_launch_dequant_kv(
 int memra_launch_conv_update(
     memra_device *device, uint64_t x, uint64_t w, uint64_t conv_state, uint64_t out, uint64_t tape, uint64_t pos_d,
     int64_t slot, int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t seqs, int32_t n_seqs, uint64_t health,
-    int32_t layer)
-{
+    int32_t layer) {
     const int64_t blocks = times(n_seqs, times(parts(conv_dim, 128), parts(rows, CONV_ROWS)));
     LAUNCH(MEMRA_K_CONV_UPDATE, LINE(blocks, 128), &x, &w, &conv_state, &out, &tape, &pos_d, &slot, &rows, &conv_dim,
            &d_conv, &seqs, &n_seqs, &health, &layer);
@@ -150,8 +140,7 @@ int memra_launch_conv_update(
 
 int memra_launch_conv_ring_rebuild(
     memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
-    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer)
-{
+    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(parts(conv_dim, 128), 128), &x, &ring_old, &conv_state, &accept_d, &accept,
            &rows, &conv_dim, &d_conv, &health, &layer);
 }
@@ -160,8 +149,7 @@ int memra_launch_gdn_prep(
     memra_device *device, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
     uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,
     int32_t num_k, int32_t num_v, int32_t state_size, float eps, uint64_t seqs, int32_t n_seqs, uint64_t health,
-    int32_t layer)
-{
+    int32_t layer) {
     const launch_shape blocks_of_heads = {times(times(n_seqs, rows), num_v), 32, 4, 0};
     LAUNCH(MEMRA_K_GDN_PREP, blocks_of_heads, &conv_out, &alpha, &beta_raw, &dt_bias, &a, &q, &k, &v, &g_log, &beta,
            &pos_d, &slot, &rows, &num_k, &num_v, &state_size, &eps, &seqs, &n_seqs, &health, &layer);
@@ -170,8 +158,7 @@ int memra_launch_gdn_prep(
 int memra_launch_gdn_scan(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
     uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
-    int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer)
-{
+    int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
     const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_WARPS), 32, SCAN_WARPS, 0};
     LAUNCH(MEMRA_K_GDN_SCAN, blocks_of_columns, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
            &accept_d, &rows, &num_v, &state_size, &scale, &seqs, &n_seqs, &health, &layer);
@@ -179,41 +166,35 @@ int memra_launch_gdn_scan(
 
 int memra_launch_set_counters(
     memra_device *device, uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo,
-    int64_t b_hi, uint64_t health, int32_t layer)
-{
+    int64_t b_hi, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_SET_COUNTERS, LINE(1, 128), &counters, &a, &b, &a_lo, &a_hi, &b_lo, &b_hi, &health, &layer);
 }
 
 int memra_launch_commit_counters(
     memra_device *device, uint64_t counters, uint64_t pos_d, uint64_t accept_d, int32_t accept, int32_t rows,
-    int64_t mask_lo, int64_t mask_hi, int32_t move_pos, uint64_t health, int32_t layer)
-{
+    int64_t mask_lo, int64_t mask_hi, int32_t move_pos, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_COMMIT_COUNTERS, LINE(1, 128), &counters, &pos_d, &accept_d, &accept, &rows, &mask_lo, &mask_hi,
            &move_pos, &health, &layer);
 }
 
 int memra_launch_advance_batch(
-    memra_device *device, uint64_t seqs, int32_t n_seqs, int32_t n, uint64_t health, int32_t layer)
-{
+    memra_device *device, uint64_t seqs, int32_t n_seqs, int32_t n, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_ADVANCE_BATCH, LINE(parts(n_seqs, 128), 128), &seqs, &n_seqs, &n, &health, &layer);
 }
 
-int memra_launch_copy_many(memra_device *device, uint64_t table, int32_t n, uint64_t health, int32_t layer)
-{
+int memra_launch_copy_many(memra_device *device, uint64_t table, int32_t n, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_COPY_MANY, LINE(times(n, COPY_BLOCKS), 256), &table, &n, &health, &layer);
 }
 
 int memra_launch_copy_rows(
     memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
-    int32_t columns, uint64_t health, int32_t layer)
-{
+    int32_t columns, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_COPY_ROWS, LINE(times(rows, parts(columns, 1024)), 256), &src, &dst, &src_stride, &dst_stride, &rows,
            &columns, &health, &layer);
 }
 
 /* Shared memory of an attend block; struct Shared in attend.cuh is its layout. */
-static int64_t attend_shared_bytes(int64_t columns, int64_t head_dim_k, int64_t head_dim_v)
-{
+static int64_t attend_shared_bytes(int64_t columns, int64_t head_dim_k, int64_t head_dim_v) {
     const int64_t widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v;
     const int64_t tile = ATTEND_TILE * (widest + ATTEND_PAD), query = 2 * columns * (head_dim_k + ATTEND_PAD);
     const int64_t weight = columns * (ATTEND_TILE + ATTEND_PAD);
@@ -224,8 +205,7 @@ int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
     int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, float scale, int32_t window, uint64_t part,
-    uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer)
-{
+    uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
     static const struct {
         int32_t width;
         enum memra_kernel narrow, wide; /* the widest has no wide one */
@@ -256,15 +236,13 @@ int memra_launch_attend(
 int memra_launch_attend_combine(
     memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
     int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
-    int32_t layer)
-{
+    int32_t layer) {
     const int64_t blocks = times(times(n_seqs, rows), n_head);
     LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, (unsigned)head_dim_v), &part, &out, &pos_d, &slot, &rows, &max_ctx,
            &n_head, &head_dim_v, &window, &seqs, &n_seqs, &health, &layer);
 }
 
-uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v)
-{
+uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v) {
     const int64_t sums = times(times(n_seqs, rows), times(n_head, ATTEND_GROUPS));
     const int64_t n_bytes = times(times(sums, (int64_t)head_dim_v + 2), 4);
     return n_bytes < 0 ? 0 : (uint64_t)n_bytes;

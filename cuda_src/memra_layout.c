@@ -71,8 +71,7 @@ static const memra_layout_row rows[] = {
     F(memra_plan, n_devices), F(memra_plan, n_layer),
 };
 
-const memra_layout_row *memra_layout_table(int32_t *n_rows)
-{
+const memra_layout_row *memra_layout_table(int32_t *n_rows) {
     if (n_rows) *n_rows = (int32_t)(sizeof rows / sizeof *rows);
     return rows;
 }

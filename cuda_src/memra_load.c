@@ -15,14 +15,12 @@ typedef struct span {
     uint64_t n_bytes;
 } span;
 
-static bool holds(span image, uint64_t offset, uint64_t n_bytes)
-{
+static bool holds(span image, uint64_t offset, uint64_t n_bytes) {
     return offset <= image.n_bytes && n_bytes <= image.n_bytes - offset;
 }
 
 /* Section i of a cubin; false where it has no such section, or says that it lies beyond its end. */
-static bool section(span image, const Elf64_Ehdr *header, uint64_t i, Elf64_Shdr *out)
-{
+static bool section(span image, const Elf64_Ehdr *header, uint64_t i, Elf64_Shdr *out) {
     const uint64_t offset = header->e_shoff + i * sizeof *out;
     if (i >= header->e_shnum || header->e_shoff > image.n_bytes || !holds(image, offset, sizeof *out)) return false;
     memcpy(out, image.bytes + offset, sizeof *out);
@@ -30,8 +28,7 @@ static bool section(span image, const Elf64_Ehdr *header, uint64_t i, Elf64_Shdr
 }
 
 /* Marks the kernels that have code in a cubin: section .text.<name>. */
-static int find_names(span image, bool found[MEMRA_N_KERNELS])
-{
+static int find_names(span image, bool found[MEMRA_N_KERNELS]) {
     Elf64_Ehdr header;
     Elf64_Shdr names, each;
     if (!image.bytes || image.n_bytes < sizeof header || memcmp(image.bytes, ELFMAG, SELFMAG))
@@ -54,8 +51,7 @@ static int find_names(span image, bool found[MEMRA_N_KERNELS])
 }
 
 /* Loads the kernels of a cubin that the device does not have yet; *n_found: how many of ours it holds. */
-static int load(memra_device *device, span image, int *n_found)
-{
+static int load(memra_device *device, span image, int *n_found) {
     bool found[MEMRA_N_KERNELS] = {false};
     CUkernel kernels[MEMRA_N_KERNELS] = {NULL};
     int n_new = 0;
@@ -87,8 +83,7 @@ static int load(memra_device *device, span image, int *n_found)
     return MEMRA_OK;
 }
 
-int memra_device_load(memra_device *device, const void *cubin, uint64_t n_bytes)
-{
+int memra_device_load(memra_device *device, const void *cubin, uint64_t n_bytes) {
     int n_found = 0;
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(load(device, (span){cubin, n_bytes}, &n_found));
@@ -97,8 +92,7 @@ int memra_device_load(memra_device *device, const void *cubin, uint64_t n_bytes)
 }
 
 /* The bytes of a file, to be freed by the caller. */
-static int read_file(const char *path, span *out)
-{
+static int read_file(const char *path, span *out) {
     FILE *const file = fopen(path, "rb");
     if (!file) return memra_fail(MEMRA_ERR_CONFIG, "%s: %s", path, strerror(errno));
     unsigned char *bytes = NULL;
@@ -115,8 +109,7 @@ static int read_file(const char *path, span *out)
     return MEMRA_OK;
 }
 
-static int load_file(memra_device *device, const char *path, int *n_found)
-{
+static int load_file(memra_device *device, const char *path, int *n_found) {
     span image;
     MEMRA_TRY(read_file(path, &image));
     const int status = load(device, image, n_found);
@@ -124,8 +117,7 @@ static int load_file(memra_device *device, const char *path, int *n_found)
     return status;
 }
 
-int memra_device_load_file(memra_device *device, const char *path)
-{
+int memra_device_load_file(memra_device *device, const char *path) {
     int n_found = 0;
     MEMRA_TRY(memra_device_enter(device));
     if (!path) return memra_fail(MEMRA_ERR_ARRAY, "memra_device_load_file: path is NULL");
@@ -133,14 +125,12 @@ int memra_device_load_file(memra_device *device, const char *path)
     return n_found ? MEMRA_OK : memra_fail(MEMRA_ERR_CONFIG, "%s holds no kernel of this library", path);
 }
 
-static bool is_cubin(const char *name)
-{
+static bool is_cubin(const char *name) {
     const size_t n = strlen(name);
     return n > 6 && !strcmp(name + n - 6, ".cubin");
 }
 
-int memra_device_load_folder(memra_device *device, const char *folder)
-{
+int memra_device_load_folder(memra_device *device, const char *folder) {
     MEMRA_TRY(memra_device_enter(device));
     if (!folder) return memra_fail(MEMRA_ERR_ARRAY, "memra_device_load_folder: folder is NULL");
     DIR *const opened = opendir(folder);

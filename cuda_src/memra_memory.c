@@ -9,15 +9,13 @@
 
 enum { RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7 }; /* CUmemPool_attribute */
 
-static int check_no_recording(const memra_device *device, const char *what)
-{
+static int check_no_recording(const memra_device *device, const char *what) {
     if (!device->recording) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
 }
 
 /* The status of a call whose one argument that matters is a size or an address. */
-static int status_of(const char *call, const char *format, uint64_t shown, CUresult code)
-{
+static int status_of(const char *call, const char *format, uint64_t shown, CUresult code) {
     if (!code) return MEMRA_OK;
     char argument[32], text[80];
     snprintf(argument, sizeof argument, format, (unsigned long long)shown);
@@ -25,8 +23,7 @@ static int status_of(const char *call, const char *format, uint64_t shown, CUres
     return memra_fail_driver(text, code);
 }
 
-static int allocate(const memra_device *device, uint64_t n_bytes, uint64_t *ptr)
-{
+static int allocate(const memra_device *device, uint64_t n_bytes, uint64_t *ptr) {
     *ptr = 0;
     if (!n_bytes) return MEMRA_OK;
     if (device->has_pools)
@@ -34,28 +31,24 @@ static int allocate(const memra_device *device, uint64_t n_bytes, uint64_t *ptr)
     return status_of("cuMemAlloc", "%llu", n_bytes, memra_cu.cuMemAlloc(ptr, n_bytes));
 }
 
-CUresult memra_device_free(const memra_device *device, uint64_t ptr)
-{
+CUresult memra_device_free(const memra_device *device, uint64_t ptr) {
     return device->has_pools ? memra_cu.cuMemFreeAsync(ptr, device->stream) : memra_cu.cuMemFree(ptr);
 }
 
-int memra_device_synchronize(memra_device *device)
-{
+int memra_device_synchronize(memra_device *device) {
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_no_recording(device, "synchronize"));
     return MEMRA_CU(cuStreamSynchronize, (device->stream));
 }
 
-int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr)
-{
+int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr) {
     MEMRA_TRY(memra_device_enter(device));
     if (!ptr) return memra_fail(MEMRA_ERR_ARRAY, "memra_alloc: ptr is NULL");
     MEMRA_TRY(check_no_recording(device, "alloc"));
     return allocate(device, n_bytes, ptr);
 }
 
-int memra_free(memra_device *device, uint64_t ptr)
-{
+int memra_free(memra_device *device, uint64_t ptr) {
     MEMRA_TRY(memra_device_enter(device));
     if (!ptr) return MEMRA_OK;
     MEMRA_TRY(check_no_recording(device, "free"));
@@ -65,23 +58,20 @@ int memra_free(memra_device *device, uint64_t ptr)
 }
 
 /* Both ends of a copy, or of a fill (whose value is no address). */
-static int check_ends(const char *what, uint64_t n_bytes, bool dst, bool src)
-{
+static int check_ends(const char *what, uint64_t n_bytes, bool dst, bool src) {
     if (!n_bytes || (dst && src)) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_ARRAY, "%s: %llu bytes %s address 0", what, (unsigned long long)n_bytes,
                       dst ? "from" : "to");
 }
 
-int memra_clear(memra_device *device, uint64_t ptr, uint64_t n_bytes)
-{
+int memra_clear(memra_device *device, uint64_t ptr, uint64_t n_bytes) {
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_ends("memra_clear", n_bytes, ptr != 0, true));
     if (!n_bytes) return MEMRA_OK;
     return status_of("cuMemsetD8Async", "%llu", n_bytes, memra_cu.cuMemsetD8Async(ptr, 0, n_bytes, device->stream));
 }
 
-int memra_copy_bytes(memra_device *device, uint64_t dst, uint64_t src, uint64_t n_bytes)
-{
+int memra_copy_bytes(memra_device *device, uint64_t dst, uint64_t src, uint64_t n_bytes) {
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_ends("memra_copy_bytes", n_bytes, dst != 0, src != 0));
     if (!n_bytes) return MEMRA_OK;
@@ -89,8 +79,7 @@ int memra_copy_bytes(memra_device *device, uint64_t dst, uint64_t src, uint64_t 
                      memra_cu.cuMemcpyDtoDAsync(dst, src, n_bytes, device->stream));
 }
 
-int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n_bytes)
-{
+int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n_bytes) {
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_ends("memra_upload", n_bytes, dst != 0, src != NULL));
     if (!n_bytes) return MEMRA_OK;
@@ -99,8 +88,7 @@ int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n
                      memra_cu.cuMemcpyHtoDAsync(dst, src, n_bytes, device->stream));
 }
 
-int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_bytes)
-{
+int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_bytes) {
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_ends("memra_download", n_bytes, dst != NULL, src != 0));
     MEMRA_TRY(check_no_recording(device, "download"));
@@ -110,8 +98,7 @@ int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_byt
     return MEMRA_CU(cuStreamSynchronize, (device->stream));
 }
 
-int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total)
-{
+int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total) {
     MEMRA_TRY(memra_device_enter(device));
     if (!available || !total) return memra_fail(MEMRA_ERR_ARRAY, "memra_memory_info: available or total is NULL");
     size_t free_bytes = 0, all = 0;
@@ -130,8 +117,7 @@ int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total
 
 /* ---- The copy table ---- */
 
-int memra_device_table(memra_device *device, int32_t n)
-{
+int memra_device_table(memra_device *device, int32_t n) {
     const uint64_t n_bytes = (uint64_t)n * sizeof *device->entries;
     if (n_bytes <= device->table_bytes) return MEMRA_OK;
     memra_copy *entries = malloc(n_bytes);
@@ -154,8 +140,7 @@ int memra_device_table(memra_device *device, int32_t n)
 }
 
 /* Brings the entries to the device, unless they are there already. */
-static int upload_table(memra_device *device, const memra_copy *entries, int32_t n)
-{
+static int upload_table(memra_device *device, const memra_copy *entries, int32_t n) {
     const uint64_t n_bytes = (uint64_t)n * sizeof *entries;
     if (n == device->n_entries && !memcmp(device->entries, entries, n_bytes)) return MEMRA_OK;
     int capturing = 0;
@@ -171,8 +156,7 @@ static int upload_table(memra_device *device, const memra_copy *entries, int32_t
     return MEMRA_OK;
 }
 
-int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n)
-{
+int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n) {
     MEMRA_TRY(memra_device_enter(device));
     if (n < 0) return memra_fail(MEMRA_ERR_CONFIG, "memra_copy_table: %d entries", n);
     if (!n) return MEMRA_OK;
@@ -184,8 +168,7 @@ int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n)
 
 /* ---- Scratch of attention ---- */
 
-int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr)
-{
+int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr) {
     *ptr = 0;
     if (!n_bytes) return MEMRA_OK;
     if (!device->scratch || device->scratch->n_bytes < n_bytes) {
@@ -208,8 +191,7 @@ int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr)
     return MEMRA_OK;
 }
 
-int memra_attend_scratch(memra_device *device, uint64_t n_bytes, uint64_t *part)
-{
+int memra_attend_scratch(memra_device *device, uint64_t n_bytes, uint64_t *part) {
     MEMRA_TRY(memra_device_enter(device));
     if (!part) return memra_fail(MEMRA_ERR_ARRAY, "memra_attend_scratch: part is NULL");
     return memra_device_scratch(device, n_bytes, part);

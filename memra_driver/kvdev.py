@@ -179,6 +179,7 @@ class CudaDev(_SliceDev):
         self._scratch = []
         self._table: CudaSlice | None = None  # the entries of the last copy_many
         self._table_entries: list[tuple[int, int, int]] = []
+        self._attached: list[Any] = []  # what works on the stream from elsewhere, and is closed before it
 
     def __repr__(self) -> str:
         return f"CudaDev({self.ordinal})"
@@ -243,7 +244,7 @@ class CudaDev(_SliceDev):
         if self.stream.is_closed:
             return
         self.stream.synchronize()
-        for each in (*self._scratch, *filter(None, [self._table])):
+        for each in (*self._attached, *self._scratch, *filter(None, [self._table])):
             each.close()
         self.kernels.close()
         if self._owns_stream:
