@@ -28,7 +28,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "memra_answer.c").write_text(
         '#include "memra_answer.h"\n'
         '__attribute__((visibility("default"))) int memra_answer(void) { return MEMRA_ANSWER; }\n'
-        "int memra_hidden(void) { return 1; }\n"
+        "const char *memra_where(void) { return __FILE__; }\n"
     )
     (folder / "memra_answer.h").write_text("#define MEMRA_ANSWER 42\n")
     monkeypatch.setattr(native, "source_dir", lambda: folder)
@@ -148,7 +148,9 @@ def test_a_program_links_by_name_and_runs_with_the_one_file_that_can_be_loaded(t
     link = [f"-L{library.parent}", "-lmemra_driver", f"-Wl,-rpath,{library.parent}"]
     subprocess.run(["cc", tmp_path / "main.c", "-o", program, *link], check=True)
     assert subprocess.run([program]).returncode == 42
-    (library.parent / native.LINK_NAME).unlink()  # for the linker alone
+    for_linkers = library.parent / native.LINK_NAME
+    assert not for_linkers.read_bytes().startswith(b"\x7fELF")  # a second copy would be a second registry of devices
+    for_linkers.unlink()
     assert subprocess.run([program]).returncode == 42
     library.unlink()
     assert subprocess.run([program], capture_output=True).returncode == 127

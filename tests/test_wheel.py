@@ -21,6 +21,7 @@ from memra_driver import native, nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = (".gitignore", "LICENSE", "README.md", "build.py", "pyproject.toml")
+BUILT = {"__pycache__", "lib", "cubins"}
 # A Python that sees nothing but what is put on its path.
 BARE = [sys.executable, "-I", "-S", "-c"]
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -38,7 +39,7 @@ def checkout(folder: Path) -> Path:
         folder.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for name in ("memra_driver", "cuda_src"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "lib", "cubins"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(*BUILT))
     return folder
 
 
@@ -123,8 +124,8 @@ def test_the_wheel_without_a_compiler_serves_every_platform_and_lacks_the_librar
 def test_the_wheel_has_the_package_the_kernels_the_headers_and_the_licence_and_no_more(wheel: Path) -> None:
     package = {
         path.relative_to(ROOT).as_posix()
-        for pattern in ("memra_driver/*.py", "memra_driver/*.json", "memra_driver/py.typed", "memra_driver/vectors/*")
-        for path in ROOT.glob(pattern)
+        for path in (ROOT / "memra_driver").rglob("*")
+        if path.is_file() and not BUILT & set(path.relative_to(ROOT).parts)
     }
     shared = {f"memra_driver/cuda_src/{path.name}" for path in native.shared_files()}
     cubins = {f"memra_driver/cubins/{ARCH}/{nvrtc.prebuilt_path(source, ARCH).name}" for source in nvrtc.sources()}
@@ -235,6 +236,7 @@ print(memra_driver.get_library())
 print(ctypes.CDLL(memra_driver.get_library()).memra_abi_version())
 """
     include, library, version = ask(BARE, code, str(tmp_path / "site"))
+    assert not (tmp_path / "site" / "memra_driver").exists()  # no copy of anything
     assert Path(include) == folder / "cuda_src"
     assert Path(library) == folder / "memra_driver" / "lib" / "libmemra_driver.so.1"
     assert int(version) == native_version()
