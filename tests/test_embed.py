@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from embed.model import CONFIG, MAX_CTX, POLICY, Model, plain_digests, put
 import memra_driver
 from memra_driver import native, nvrtc, ops
 from memra_driver.cache import Cache
+from memra_driver.config import ModelConfig
 from memra_driver.plan import CacheOptions
 
 EMBED = Path(__file__).resolve().parent / "embed"
@@ -28,17 +30,19 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return native.build(tmp_path_factory.mktemp("library"))
 
 
+def compiled(source: Path, made: Path, library: Path) -> Path:
+    """A program over the library, as the README builds it."""
+    command = [
+        "gcc", "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{memra_driver.get_include()}",
+        str(source), "-o", str(made), f"-L{library.parent}", "-lmemra_driver", f"-Wl,-rpath,{library.parent}",
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return made
+
+
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Path:
-    """engine.c, as the README builds it."""
-    made = tmp_path_factory.mktemp("engine") / "engine"
-    subprocess.run(
-        ["gcc", "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{memra_driver.get_include()}",
-         str(EMBED / "engine.c"), "-o", str(made), f"-L{library.parent}", "-lmemra_driver",
-         f"-Wl,-rpath,{library.parent}"],
-        check=True,
-    )  # fmt: skip
-    return made
+    return compiled(EMBED / "engine.c", tmp_path_factory.mktemp("engine") / "engine", library)
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +84,23 @@ def test_an_engine_in_c_ends_where_plain_decoding_does(
     expected = plain_digests(cuda, list(LENGTHS.values()))
     lines = [f"{part} {n} {digest}" for (part, n), digest in zip(LENGTHS.items(), expected, strict=True)]
     assert done.stdout.splitlines() == lines
+
+
+@needs_gcc
+def test_the_c_program_of_the_readme_runs(
+    cuda: Any, request: pytest.FixtureRequest, tmp_path: Path, library: Path, cubins: dict[str, Path]
+) -> None:
+    (text,) = re.findall(r"```c\n(.*?)```", (EMBED.parent.parent / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "decode.c").write_text(text)
+    run = [compiled(tmp_path / "decode.c", tmp_path / "decode", library), cubins_for(cubins, cuda.context.arch)]
+    done = subprocess.run(run, env=environment(request), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    cfg = ModelConfig(n_layer=1, n_head=4, n_head_kv=2, head_dim_k=64, head_dim_v=64)
+    with Cache.new(cuda, cfg, 128) as cache:
+        for _ in range(3):
+            ops.append_kv(cuda, cache, 0, cuda.zeros(128), cuda.zeros(128))
+            cache.advance(cuda)
+        assert done.stdout.split() == ["3", "3", cache.digest()]
 
 
 @needs_gcc
