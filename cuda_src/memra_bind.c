@@ -10,6 +10,11 @@ int memra_check_abi(const memra_cache *cache, const char *what) {
     return memra_check_size("memra_cache", cache->struct_size, sizeof *cache);
 }
 
+/* The legacy default stream has two names: 0, and the 1 that memra_device_open can be asked for by. */
+static uint64_t one_name(uint64_t stream) {
+    return stream ? stream : 1;
+}
+
 int memra_cache_bind(memra_cache *cache, memra_device *const *devices, int32_t n_devices) {
     if (!cache || !devices) return memra_fail(MEMRA_ERR_ARRAY, "memra_cache_bind: cache or devices is NULL");
     MEMRA_TRY(memra_check_fork());
@@ -28,7 +33,7 @@ int memra_cache_bind(memra_cache *cache, memra_device *const *devices, int32_t n
             return memra_fail(MEMRA_ERR_DEVICE,
                               "memra_cache_bind: device %" PRId32 " of the cache is cuda:%" PRId32 ", the one given is"
                               " cuda:%" PRId32, d, wanted->ordinal, devices[d]->ordinal);
-        if (stream != wanted->stream)
+        if (one_name(stream) != one_name(wanted->stream))
             return memra_fail(MEMRA_ERR_DEVICE,
                               "memra_cache_bind: device %" PRId32 " of the cache works on stream 0x%" PRIx64 ", the one"
                               " given on 0x%" PRIx64 "; open it with the cache's stream", d, wanted->stream, stream);

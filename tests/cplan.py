@@ -10,138 +10,27 @@ import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_uint8, c_uint32, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import standin
 
-from memra_driver import layout, native
+from memra_driver import capi, layout, native
+from memra_driver.capi.device import LibraryDevice
+from memra_driver.capi.layout import ConfigC, OptionsC, PlanC, PolicyC
+from memra_driver.capi.library import Library
 from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig, Step35Config
 from memra_driver.errors import ConfigError
 from memra_driver.formats import FORMATS, FormatPolicy
 from memra_driver.plan import CacheOptions, CachePlan
 
-OK, CONFIG, ARRAY, DEVICE, STATE, OUT_OF_MEMORY, ABI, DRIVER = 0, 1, 2, 3, 5, 9, 10, 12  # enum memra_status
-NO_ARENA = 1
-
-
-class ConfigC(ctypes.Structure):
-    """memra_config."""
-
-    _fields_ = (
-        *((name, c_uint32) for name in (
-            "struct_size", "n_layer", "n_head", "n_head_kv", "head_dim_k", "head_dim_v", "n_embd", "n_vocab",
-            "full_attention_interval", "nextn_predict_layers", "has_ssm", "ssm_conv_kernel", "ssm_state_size",
-            "ssm_time_step_rank", "ssm_group_count", "has_gemma4",
-        )),
-        ("gemma4_head_count_kv", POINTER(c_uint32)), ("gemma4_swa_pattern", POINTER(c_uint8)),
-        *((name, c_uint32) for name in (
-            "gemma4_n_head_count_kv", "gemma4_n_swa_pattern", "gemma4_sliding_window", "gemma4_key_length_global",
-            "gemma4_key_length_swa", "gemma4_shared_kv_layers", "has_step35", "step35_n_head_count",
-        )),
-        ("step35_head_count", POINTER(c_uint32)), ("step35_swa_pattern", POINTER(c_uint8)),
-        ("step35_n_swa_pattern", c_uint32), ("step35_sliding_window", c_uint32),
-    )  # fmt: skip
-
-
-class PolicyC(ctypes.Structure):
-    """memra_policy."""
-
-    _fields_ = (
-        ("struct_size", c_uint32), ("k", c_int32), ("v", c_int32), ("gkv", c_uint32), ("wkv", c_uint32),
-        ("kv_fp8", c_uint32),
-    )  # fmt: skip
-
-
-class OptionsC(ctypes.Structure):
-    """memra_options."""
-
-    _fields_ = (
-        ("struct_size", c_uint32), ("reserve_logits", c_uint32), ("max_rows", c_int64), ("round_width", c_int64),
-        ("tap_layers", POINTER(c_int32)), ("tap_rows", c_int64), ("n_tap_layers", c_uint32),
-        ("skip_mtp_state", c_uint32), ("strict", c_uint32), ("reserved", c_uint32),
-    )  # fmt: skip
-
-
-class PlaneC(ctypes.Structure):
-    """memra_plane."""
-
-    _fields_ = (
-        ("name", c_char_p), ("owner", c_char_p), ("group", c_char_p), ("dtype", c_int32), ("section", c_int32),
-        ("mtp_section", c_int32), ("reserved", c_int32),
-    )  # fmt: skip
-
-
-class PlanRowC(ctypes.Structure):
-    """memra_plan_row."""
-
-    _fields_ = (
-        ("plane", c_char_p), ("layer", c_int32), ("device", c_int32), ("dtype", c_int32), ("reserved", c_uint32),
-        ("len", c_int64), ("n_bytes", c_int64), ("offset", c_int64),
-    )  # fmt: skip
-
-
-class PlanC(ctypes.Structure):
-    """memra_plan."""
-
-    _fields_ = (
-        ("rows", POINTER(PlanRowC)), ("arena_bytes", POINTER(c_int64)), ("plane_bytes", POINTER(c_int64)),
-        ("states_offset", POINTER(c_int64)), ("states_bytes", POINTER(c_int64)), ("device_of", POINTER(c_int32)),
-        ("n_rows", c_int64), ("n_devices", c_int32), ("n_layer", c_int32),
-    )  # fmt: skip
-
-
-class DeviceOptionsC(ctypes.Structure):
-    """memra_device_options."""
-
-    _fields_ = (
-        ("struct_size", c_uint32), ("ordinal", c_int32), ("stream", c_uint64), ("context", c_uint64),
-        ("flags", c_uint32), ("reserved", c_uint32),
-    )  # fmt: skip
-
-
-def declare(lib: Any) -> Any:
-    """lib with the types of the functions that are called here."""
-    for name in ("memra_last_error", "memra_plane_table", "memra_device_handle"):
-        getattr(lib, name).argtypes = ()
-    lib.memra_last_error.restype = c_char_p
-    lib.memra_plane_table.argtypes, lib.memra_plane_table.restype = (POINTER(c_int32),), POINTER(PlaneC)
-    lib.memra_device_handle.argtypes, lib.memra_device_handle.restype = (c_void_p,), c_uint64
-    lib.memra_policy_from_env.argtypes = (POINTER(PolicyC),)
-    lib.memra_options_default.argtypes, lib.memra_options_default.restype = (POINTER(OptionsC),), None
-    model = (POINTER(ConfigC), c_int64, POINTER(PolicyC), POINTER(OptionsC))
-    lib.memra_plan_new.argtypes = (*model, POINTER(c_int32), c_int32, POINTER(c_int32), POINTER(POINTER(PlanC)))
-    lib.memra_plan_free.argtypes, lib.memra_plan_free.restype = (POINTER(PlanC),), None
-    cache, devices = POINTER(layout.CacheC), POINTER(c_void_p)
-    lib.memra_cache_new.argtypes = (*model, devices, POINTER(c_int32), c_int32, POINTER(cache))
-    lib.memra_cache_free.argtypes = (cache,)
-    lib.memra_cache_bind.argtypes = (cache, devices, c_int32)
-    lib.memra_device_open.argtypes = (POINTER(DeviceOptionsC), POINTER(c_void_p))
-    for name in ("memra_device_close", "memra_capture_abandon"):
-        getattr(lib, name).argtypes = (c_void_p,)
-    lib.memra_capture_begin.argtypes = (c_void_p, c_uint32)
-    return lib
-
 
 @functools.cache
-def library() -> Any:
+def library() -> Library:
     """The C library, built from the sources at first use and kept under the hash of them."""
-    return declare(ctypes.CDLL(str(native.build(standin.cache_dir() / "native"))))
-
-
-class Refused(Exception):
-    """A status other than MEMRA_OK: `status`, and the sentence of memra_last_error."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(f"{status}: {sentence}")
-        self.status, self.sentence = status, sentence
-
-
-def check(status: int, lib: Any = None) -> None:
-    if status:
-        raise Refused(status, (lib or library()).memra_last_error().decode())
+    return capi.load(native.build(standin.cache_dir() / "native"))
 
 
 # ---- Cases
@@ -215,7 +104,7 @@ def policy_c(policy: dict[str, Any] | None) -> Any:
 
 def options_c(options: dict[str, Any]) -> OptionsC:
     made = OptionsC()
-    library().memra_options_default(made)
+    library().ask("memra_options_default", ctypes.byref(made))
     for name, value in options.items():
         if name == "reserve_taps":
             layers, made.tap_rows = value
@@ -227,24 +116,24 @@ def options_c(options: dict[str, Any]) -> OptionsC:
 
 def arguments(case: Case) -> tuple[Any, ...]:
     """config, max_ctx, policy, options of a call."""
-    return config_c(case.cfg), case.max_ctx, policy_c(case.policy), options_c(case.options)
+    policy = policy_c(case.policy)
+    return (
+        ctypes.pointer(config_c(case.cfg)), case.max_ctx, None if policy is None else ctypes.pointer(policy),
+        ctypes.pointer(options_c(case.options)),
+    )  # fmt: skip
 
 
 @contextmanager
-def c_plan(case: Case, lib: Any = None) -> Iterator[PlanC]:
-    """The plan that C makes. Raises Refused."""
-    lib = lib or library()
-    made = POINTER(PlanC)()
+def c_plan(case: Case) -> Iterator[PlanC]:
+    """The plan that C makes. Raises ConfigError."""
     n_stages = len(case.placement or ()) if case.fence is None else len(case.fence) - 1
-    status = lib.memra_plan_new(
-        *arguments(case), ints(case.fence), n_stages, ints(case.placement), ctypes.byref(made)
-    )  # fmt: skip
-    assert bool(made) == (status == OK)
-    check(status, lib)
+    made = POINTER(PlanC)()
+    stages = ints(case.fence), n_stages, ints(case.placement)
+    library().call("memra_plan_new", *arguments(case), *stages, ctypes.byref(made))
     try:
         yield made.contents
     finally:
-        lib.memra_plan_free(made)
+        library().ask("memra_plan_free", made)
 
 
 def outcome_of_c(case: Case) -> Any:
@@ -259,10 +148,8 @@ def outcome_of_c(case: Case) -> Any:
             states = [(plan.states_offset[d], plan.states_offset[d] + plan.states_bytes[d]) for d in devices]
             sums = [(plan.arena_bytes[d], plan.plane_bytes[d], states[d]) for d in devices]
             return rows, sums, plan.device_of[: plan.n_layer]
-    except Refused as refused:
-        if refused.status != CONFIG:
-            raise
-        return refused.sentence
+    except ConfigError as error:
+        return str(error)
 
 
 def outcome_of_python(case: Case) -> Any:
@@ -280,50 +167,44 @@ def outcome_of_python(case: Case) -> Any:
 
 
 @contextmanager
-def c_device(ordinal: int = 0, stream: int = 0, *, arena: bool = True, lib: Any = None) -> Iterator[Any]:
-    """A device of the library; on the caller's stream, or on one that it makes."""
-    lib = lib or library()
-    device = c_void_p()
-    options = DeviceOptionsC(
-        struct_size=ctypes.sizeof(DeviceOptionsC), ordinal=ordinal, stream=stream, flags=0 if arena else NO_ARENA
-    )
-    check(lib.memra_device_open(options, device), lib)
-    try:
+def c_device(e: Any = None, ordinal: int = 0, *, arena: bool = True, lib: Library | None = None) -> Iterator[Any]:
+    """A device of the library; on the stream of a CudaDev, or on one that it makes."""
+    stream, ordinal = (None, ordinal) if e is None else (e.stream, e.ordinal)
+    with LibraryDevice(lib or library(), ordinal, stream=stream, arena=arena) as device:
         yield device
-    finally:
-        check(lib.memra_device_close(device), lib)
 
 
-def new_cache(case: Case, devices: Sequence[Any], lib: Any = None) -> Any:
-    """Pointer to the memra_cache that C makes of a case on one device a stage. Raises Refused."""
-    lib = lib or library()
+def addresses(devices: Sequence[LibraryDevice | None]) -> Any:
+    return (c_void_p * len(devices))(*[None if device is None else device.address for device in devices])
+
+
+def new_cache(case: Case, devices: Sequence[LibraryDevice | None], lib: Library | None = None) -> Any:
+    """Pointer to the memra_cache that C makes of a case on one device a stage."""
     made = POINTER(layout.CacheC)()
-    n_stages = 0 if case.fence is None else len(case.fence) - 1
-    given = (c_void_p * len(devices))(*devices)
-    status = lib.memra_cache_new(*arguments(case), given, ints(case.fence), n_stages, ctypes.byref(made))
-    assert bool(made) == (status == OK)
-    check(status, lib)
+    stages = ints(case.fence), 0 if case.fence is None else len(case.fence) - 1
+    try:
+        (lib or library()).call(
+            "memra_cache_new", *arguments(case), addresses(devices), *stages, ctypes.byref(made)
+        )  # fmt: skip
+    except BaseException:
+        assert not made
+        raise
     return made
 
 
 @contextmanager
-def c_cache(case: Case, devices: Sequence[Any]) -> Iterator[layout.CacheC]:
+def c_cache(case: Case, devices: Sequence[LibraryDevice | None]) -> Iterator[layout.CacheC]:
     made = new_cache(case, devices)
     try:
         yield made.contents
     finally:
-        check(library().memra_cache_free(made))
+        library().call("memra_cache_free", made)
 
 
-def shared_library(folder: Path, source: str) -> Any:
-    """The library built together with `source`, a C text, which every malloc, calloc and free of it goes through.
-
-    The text defines memra_test_malloc and so on.
-    """
-    extra = folder / "extra.c"
-    extra.write_text(source)
-    native._run([*native.compiler(), "-std=c11", "-O1", "-fPIC", "-c", "-o", str(folder / "extra.o"), str(extra)])
+def library_on(allocator: str, folder: Path) -> Library:
+    """The library with its malloc, calloc and free those of `allocator`, a C text: memra_test_malloc and so on."""
+    (folder / "allocator.c").write_text(allocator)
+    made = folder / "allocator.o"
+    native._run([*native.compiler(), "-std=c11", "-fPIC", "-c", "-o", str(made), str(folder / "allocator.c")])
     renamed = [f"-D{name}=memra_test_{name}" for name in ("malloc", "calloc", "free")]
-    path = folder / "renamed" / native.SONAME
-    native.build(path.parent, [*renamed, str(folder / "extra.o")])
-    return declare(ctypes.CDLL(str(path)))
+    return Library(native.build(folder / "library", [*renamed, str(made)]))

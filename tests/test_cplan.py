@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memra_driver import native
+from memra_driver.capi.layout import PlanC, PolicyC
 from memra_driver.config import PRESETS, ModelConfig
-from memra_driver.errors import CompileError, ConfigError
+from memra_driver.errors import AbiError, ArrayError, CompileError, ConfigError
 from memra_driver.formats import K_FORMATS, V_FORMATS, FormatPolicy
 from memra_driver.layout import DTYPE_CODES, DTYPE_NAMES
 from memra_driver.plan import PLANES, CacheOptions
@@ -52,7 +53,7 @@ def same(case: Case) -> Any:
 
 def test_c_has_the_table_of_planes_that_python_has() -> None:
     n = ctypes.c_int32()
-    table = library().memra_plane_table(ctypes.byref(n))
+    table = library().ask("memra_plane_table", ctypes.byref(n))
     assert [
         (row.name.decode(), row.owner.decode(), row.dtype, row.group.decode(), row.section, row.mtp_section)
         for row in table[: n.value]
@@ -60,8 +61,7 @@ def test_c_has_the_table_of_planes_that_python_has() -> None:
 
 
 def test_the_defaults_of_c_are_those_of_python() -> None:
-    options, expected = cplan.OptionsC(), CacheOptions()
-    library().memra_options_default(options)
+    options, expected = cplan.options_c({}), CacheOptions()
     assert {name: getattr(options, name) for name, _ in options._fields_ if name != "tap_layers"} == {
         "struct_size": ctypes.sizeof(options), "max_rows": expected.max_rows, "round_width": expected.round_width,
         "reserve_logits": 0, "tap_rows": 0, "n_tap_layers": 0, "skip_mtp_state": 0, "strict": 0, "reserved": 0,
@@ -253,54 +253,68 @@ def test_a_convolution_beyond_64_bits_is_refused_by_c_too() -> None:
 # What only C can be given
 
 
-def status_of(config: Any, policy: Any = None, options: Any = None) -> tuple[int, str]:
-    made = ctypes.POINTER(cplan.PlanC)()
-    status = library().memra_plan_new(config, 8, policy, options, None, 0, None, ctypes.byref(made))
-    assert bool(made) == (status == cplan.OK)
-    library().memra_plan_free(made)
-    return status, library().memra_last_error().decode()
+def plan_of(config: Any, policy: Any = None, options: Any = None) -> None:
+    """Plans with structs as they are, and forgets it."""
+    given = [None if each is None else ctypes.pointer(each) for each in (config, policy, options)]
+    made = ctypes.POINTER(PlanC)()
+    library().call("memra_plan_new", given[0], 8, *given[1:], None, 0, None, ctypes.byref(made))
+    library().ask("memra_plan_free", made)
 
 
 def test_a_struct_of_another_size_is_refused_by_name() -> None:
     config, policy, options = cplan.config_c(HYBRID.cfg), cplan.policy_c({}), cplan.options_c({})
-    assert status_of(config, policy, options)[0] == cplan.OK
+    plan_of(config, policy, options)
     for part, name in ((config, "memra_config"), (policy, "memra_policy"), (options, "memra_options")):
         part.struct_size += 4
-        status, sentence = status_of(config, policy, options)
-        assert status == cplan.ABI
-        assert sentence.startswith(f"{name}: struct_size")
+        with pytest.raises(AbiError, match=f"{name}: struct_size"):
+            plan_of(config, policy, options)
         part.struct_size -= 4
 
 
 def test_null_arrays_and_flags_that_are_none_are_refused_by_name() -> None:
-    assert status_of(None) == (cplan.ARRAY, "config is NULL")
-    config = cplan.config_c(GEMMA.cfg)
-    config.gemma4_swa_pattern = None
-    assert status_of(config) == (cplan.ARRAY, "memra_config.gemma4_swa_pattern is NULL, but has 6 entries")
-    config = cplan.config_c(STEP.cfg)
-    config.step35_head_count = None
-    assert status_of(config) == (cplan.ARRAY, "memra_config.step35_head_count is NULL, but has 8 entries")
+    with pytest.raises(ArrayError, match="config is NULL"):
+        plan_of(None)
+    for case, name, n in (
+        (GEMMA, "gemma4_swa_pattern", 6),
+        (GEMMA, "gemma4_head_count_kv", 6),
+        (STEP, "step35_head_count", 8),
+    ):
+        config = cplan.config_c(case.cfg)
+        setattr(config, name, None)
+        with pytest.raises(ArrayError, match=f"memra_config.{name} is NULL, but has {n} entries"):
+            plan_of(config)
     config = cplan.config_c(GEMMA.cfg)
     config.gemma4_swa_pattern[4] = 2
-    assert status_of(config) == (cplan.CONFIG, "gemma4.swa_pattern[4]: needs true or false")
-    options = cplan.OptionsC()
-    library().memra_options_default(options)
+    with pytest.raises(ConfigError, match=r"gemma4.swa_pattern\[4\]: needs true or false"):
+        plan_of(config)
+    options = cplan.options_c({})
     options.n_tap_layers = 3
-    assert status_of(cplan.config_c(HYBRID.cfg), None, options)[0] == cplan.ARRAY
-    policy = cplan.policy_c({})
-    policy.v = 17
-    assert status_of(config, policy)[0] == cplan.CONFIG
-    assert status_of(cplan.config_c(HYBRID.cfg), policy)[1] == "FormatPolicy.v=17: use one of q5_1, q4_0, fp8"
+    with pytest.raises(ArrayError, match="tap_layers is NULL, but has 3 entries"):
+        plan_of(cplan.config_c(HYBRID.cfg), None, options)
+    for code in (17, -1, 4):
+        policy = cplan.policy_c({})
+        policy.v = code
+        with pytest.raises(ConfigError, match=f"FormatPolicy.v={code}: use one of q5_1, q4_0, fp8"):
+            plan_of(cplan.config_c(HYBRID.cfg), policy)
+    with pytest.raises(ArrayError, match="plan is NULL"):
+        library().call("memra_plan_new", None, 8, None, None, None, 0, None, None)
+    with pytest.raises(ArrayError, match="policy is NULL"):
+        library().call("memra_policy_from_env", None)
+    library().ask("memra_plan_free", None)
 
 
-def test_several_stages_without_a_fence_are_refused() -> None:
-    made = ctypes.POINTER(cplan.PlanC)()
-    config = cplan.config_c(HYBRID.cfg)
-    for n_stages, status in ((-1, cplan.OK), (0, cplan.OK), (1, cplan.OK), (2, cplan.CONFIG)):
-        assert library().memra_plan_new(config, 8, None, None, None, n_stages, None, ctypes.byref(made)) == status
-        library().memra_plan_free(made)
-    assert library().memra_last_error() == b"2 devices for the 1 stages of fence [0, 9]"
-    library().memra_plan_free(None)
+@pytest.mark.parametrize("n_stages", [-1, 0, 1, 2])
+def test_without_a_fence_there_is_one_stage(n_stages: int) -> None:
+    made = ctypes.POINTER(PlanC)()
+    args = (*cplan.arguments(HYBRID), None, n_stages, None, ctypes.byref(made))
+    if n_stages < 2:
+        library().call("memra_plan_new", *args)
+        assert made.contents.n_devices == 1
+        library().ask("memra_plan_free", made)
+        return
+    with pytest.raises(ConfigError, match=r"2 devices for the 1 stages of fence \[0, 9\]"):
+        library().call("memra_plan_new", *args)
+    assert not made
 
 
 # The environment
@@ -328,13 +342,18 @@ def test_both_read_the_same_policy_from_the_environment(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     for case in (HYBRID, GEMMA):
         same(changed(case, "policy", None))
-    read, before = cplan.PolicyC(k=77), bytes(cplan.PolicyC(k=77))
-    status = library().memra_policy_from_env(read)
+    read = PolicyC(k=77)
     try:
-        expected = bytes(cplan.policy_c(vars(FormatPolicy.from_env())))
-    except ConfigError:
-        expected = before
-    assert (status, bytes(read)) == (cplan.CONFIG if expected == before else cplan.OK, expected)
+        expected, refused = bytes(cplan.policy_c(vars(FormatPolicy.from_env()))), ""
+    except ConfigError as error:
+        expected, refused = bytes(read), str(error)
+    try:
+        library().call("memra_policy_from_env", ctypes.byref(read))
+    except ConfigError as error:
+        assert str(error) == refused  # noqa: PT017
+    else:
+        assert not refused
+    assert bytes(read) == expected
 
 
 def test_a_plan_of_many_layers_numbers_them_all() -> None:
