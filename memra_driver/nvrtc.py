@@ -31,6 +31,7 @@ NEED_NVRTC = "'cuda-toolkit[nvrtc]==13.*' (or 12.*, as cuda-python)"
 ELF = b"\x7fELF"
 DIGEST_BYTES = 32  # a cache entry is the cubin, then its SHA-256
 
+HOST_ONLY = ("memra_api.h",)  # which memra_driver.h includes for C compilers alone: no kernel depends on it
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d+[af]?")
 
@@ -60,7 +61,7 @@ def include_files(source: str, folder: Path | None = None) -> dict[str, bytes]:
     while todo:
         for match in _INCLUDE.finditer(todo.pop()):
             name = match[1].decode(errors="replace")
-            if name not in found and (root / name).is_file():  # the compiler reports one that it misses
+            if name not in (*found, *HOST_ONLY) and (root / name).is_file():  # the compiler reports one that it misses
                 found[name] = read_source(root / name)
                 todo.append(found[name])
     return dict(sorted(found.items()))
