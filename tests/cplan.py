@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, c_int32, c_uint8, c_uint32, c_void_p
@@ -29,8 +30,9 @@ from memra_driver.plan import CacheOptions, CachePlan
 
 @functools.cache
 def library() -> Library:
-    """The C library, built from the sources at first use and kept under the hash of them."""
-    return capi.load(native.build(standin.cache_dir() / "native"))
+    """The C library, built at first use, and again when the sources of this checkout changed."""
+    checkout = hashlib.sha256(str(standin.CUDA_SRC).encode()).hexdigest()[:16]
+    return capi.load(native.build(standin.cache_dir() / f"native-{checkout}"))
 
 
 # ---- Cases

@@ -270,6 +270,14 @@ def test_host_memory_that_ends_at_any_point_leaves_nothing_allocated(standin: St
         assert allowed > 15
         lib.call("memra_cache_free", made)
         assert (held.value, standin.live_count()) == before
+        for refused in (
+            Case(MODEL, -1), Case(MODEL, 8, {}, {}, (0, 3, 5, 7)), Case(MODEL | {"n_head_kv": 0}, 8),
+            Case(MODEL, 8, {}, {"reserve_taps": ((0, 4), 1)}, (0, 3, 5, 9)),
+            Case(MODEL | {"head_dim_k": 2**30, "n_head_kv": 1, "full_attention_interval": 1}, 2**31 - 1),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError):
+                new_cache(refused, [first, second, first], lib)
+            assert held.value == before[0]
 
 
 @pytest.mark.parametrize("ordinals", [(0, 0), (0, 1)], ids=["one GPU", "two GPUs"])
