@@ -168,8 +168,9 @@ class Cache(CacheClock):
             self.open_round.over()
         drop_snapshots(self._c)
         while self._c.owned:  # what the C library allocated for it
-            self._c.owned, owned = self._c.owned.contents.next, self._c.owned
-            owned.contents.release(owned)
+            node = self._c.owned.contents  # not the pointer, which is the field itself and changes with it
+            self._c.owned = node.next
+            node.release(ctypes.pointer(node))
         owners = [*self._owners, *self._lazy.values(), *(plane for _, plane in self._retired)]
         self._owners, self._lazy, self._retired = [], {}, []
         close_slices(owners)
