@@ -15,6 +15,7 @@ from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, attend_kernel
 
 TOLERANCE = 2e-3  # of the largest magnitude of the output
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 GROUP_ROUND = ATTEND_TILE * ATTEND_GROUPS  # keys until a group gets its second tile
 LONG: list[tuple[Names, Dims]] = [  # formats and head dims that long sequences are tried with
     *((formats, (128, 128)) for formats in FORMAT_PAIRS),

@@ -5,6 +5,7 @@ All comparisons are of bits, on one device: the twin, the kernels as g++ compile
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,15 @@ from kernel_args import FORMAT_PAIRS, LAYER, Dims, Names, cache_bytes
 from kernel_runs import run, run_batch
 
 from memra_driver.health import Fault, FaultCount
-from memra_driver.kernels import ATTEND_COLUMNS, ATTEND_SHARED_BYTES, ATTEND_WIDTHS, attend_shared_bytes
+from memra_driver.kernels import (
+    ATTEND_COLUMNS,
+    ATTEND_SHARED_BYTES,
+    ATTEND_TILE,
+    ATTEND_WIDTHS,
+    attend_shared_bytes,
+)
+from memra_driver.plan import ATTEND_GROUPS as GROUPS
+from memra_driver.reference_attend import FOLD
 
 FORMATS = ("q8_0", "q5_1")
 
@@ -65,6 +74,12 @@ def test_rows_stand_alone_whatever_the_scores(dev: Any, rng: np.random.Generator
     assert_rows_stand_alone(dev, attend_args(rng, 3, 190, heads=(3, 1), tamper=tamper))
 
 
+@pytest.mark.parametrize("gqa", range(1, 17))
+def test_rows_stand_alone_for_any_number_of_query_heads(dev: Any, rng: np.random.Generator, gqa: int) -> None:
+    """Of 3 rows the columns fill a block, or end in the middle of one; blocks begin in the middle of a row."""
+    assert_rows_stand_alone(dev, attend_args(rng, 3, 62, heads=(2 * gqa, 2), tamper=climbing))
+
+
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2), (16, 1)])
 def test_rows_of_several_blocks_of_columns_stand_alone(dev: Any, rng: np.random.Generator, heads: Heads) -> None:
     assert_rows_stand_alone(dev, attend_args(rng, 16, 55, heads=heads, window=40), rows=(0, 7, 8, 9, 15))
@@ -81,6 +96,50 @@ def test_rows_stand_alone_where_groups_take_another_tile(
 ) -> None:
     args = attend_args(rng, 3, pos, heads=(1, 1), window=window, tamper=growing)
     assert_rows_stand_alone(dev, args, rows=(0, 2))
+
+
+# Tiles that begin a group, a fold of groups, or a round of all groups, and those beside them.
+TILES = sorted({at + by for at in (1, 2, FOLD, 2 * FOLD, GROUPS - FOLD, GROUPS, 2 * GROUPS) for by in (-1, 0, 1)} - {0})
+
+
+def assert_rows_stand_alone_around(dev: Any, args: dict[str, Any], tiles: Iterable[int]) -> None:
+    """The rows of args, from two before the first key of each of these tiles on."""
+    for tile in tiles:
+        assert_rows_stand_alone(dev, args | {"slot": tile * ATTEND_TILE - 2})
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 65, 66])
+def test_rows_stand_alone_around_the_edges_of_tiles_groups_and_folds(
+    dev: Any, rng: np.random.Generator, window: int
+) -> None:
+    args = attend_args(rng, 4, TILES[-1] * ATTEND_TILE, heads=(3, 1), window=window, tamper=growing)
+    assert_rows_stand_alone_around(dev, args, TILES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("formats", "tamper", "window"),
+    [(("q8_0", "q5_1"), growing, 0), (("fp8", "q4_0"), climbing, 0), (("q8_0", "fp8"), growing, 65)],
+)
+def test_rows_stand_alone_around_every_edge_of_a_tile(
+    cuda: Any, rng: np.random.Generator, formats: Names, tamper: Tamper, window: int
+) -> None:
+    tiles = range(1, 2 * GROUPS + 2)
+    args = attend_args(
+        rng, 4, tiles[-1] * ATTEND_TILE, heads=(6, 1), formats=formats, window=window, tamper=tamper, room=2
+    )
+    assert_rows_stand_alone_around(cuda, args, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
+@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+def test_rows_of_long_sequences_stand_alone_whatever_the_scores(
+    cuda: Any, rng: np.random.Generator, tamper: Tamper, formats: Names
+) -> None:
+    pos = 2 * GROUP_ROUND - 2
+    args = attend_args(rng, 4, pos, heads=(12, 2), dims=(128, 128), formats=formats, tamper=tamper)
+    assert_rows_stand_alone(cuda, args)
 
 
 @pytest.mark.gpu
