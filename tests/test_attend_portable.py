@@ -20,9 +20,9 @@ from attend_runs import (
     growing,
     shrinking,
 )
-from kernel_args import FORMAT_PAIRS, Names
 from portable import PortableDev
 
+from memra_driver.check_args import PAIRS, Pair
 from memra_driver.kvdev import HostDev
 
 
@@ -39,10 +39,10 @@ def assert_agree(cuda: Any, portable: Any, args: dict[str, Any], says: str) -> N
 
 
 @pytest.mark.standin
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_portable_device_runs_the_kernels_of_the_stand_in(
-    cuda: Any, rng: np.random.Generator, formats: Names, rows: int
+    cuda: Any, rng: np.random.Generator, formats: Pair, rows: int
 ) -> None:
     args = attend_args(rng, rows, 70, heads=(6, 2), dims=(64, 96), formats=formats, window=68, tamper=growing)
     args["q"][0] = np.nan  # is reported
@@ -54,10 +54,10 @@ def test_the_portable_device_runs_the_kernels_of_the_stand_in(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("rows", [1, 3])  # the narrow entry, and the wide one where there is one
 def test_tensor_cores_agree_with_the_portable_text(
-    cuda: Any, portable: Any, rng: np.random.Generator, formats: Names, dim: int, rows: int
+    cuda: Any, portable: Any, rng: np.random.Generator, formats: Pair, dim: int, rows: int
 ) -> None:
     for tamper in TAMPERS:
         args = attend_args(rng, rows, 90, heads=(3, 1), dims=(dim, dim), formats=formats, tamper=tamper)
@@ -65,10 +65,10 @@ def test_tensor_cores_agree_with_the_portable_text(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("tamper", [growing, shrinking, climbing], ids=lambda tamper: tamper.__name__)
 def test_tensor_cores_agree_with_the_portable_text_where_groups_take_another_tile(
-    cuda: Any, portable: Any, rng: np.random.Generator, formats: Names, tamper: Tamper
+    cuda: Any, portable: Any, rng: np.random.Generator, formats: Pair, tamper: Tamper
 ) -> None:
     args = attend_args(rng, 3, GROUP_ROUND + 700, heads=(3, 1), formats=formats, tamper=tamper)
     assert_agree(cuda, portable, args, tamper.__name__)
