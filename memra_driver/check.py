@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from memra_driver import oracle
+from memra_driver.check_args import Array
 from memra_driver.check_attend import attend_cases, combine_cases
-from memra_driver.check_case import FIELDS, Array, Case
+from memra_driver.check_case import FIELDS, Case
 from memra_driver.check_cases import (
     append_cases,
     conv_cases,

@@ -8,24 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from memra_driver.check_case import (
+from memra_driver.check_args import (
     ALONE,
     LAYER,
     PAIRS,
-    TOLERANCE,
     Args,
-    Case,
+    Dims,
     Pair,
     Rng,
-    batch,
+    attend_args,
     i32,
     normal,
-    planes,
     poison,
     record,
-    single,
     spoil,
 )
+from memra_driver.check_case import TOLERANCE, Case, batch, single
 from memra_driver.kernels import ATTEND_TILE, attend_kernel
 from memra_driver.oracle_formats import encode
 from memra_driver.plan import ATTEND_GROUPS
@@ -38,7 +36,7 @@ class Attend:
     """One attention: rows at pos over keys of a kind, `gqa` query heads for each K/V head."""
 
     pair: Pair
-    dims: tuple[int, int] = (64, 64)
+    dims: Dims = (64, 64)
     rows: int = 1
     pos: int = 70
     heads_kv: int = 2
@@ -53,13 +51,11 @@ class Attend:
         return f"{what}, {self.rows} rows at {self.pos}{window}{'' if self.kind == 'normal' else ', ' + self.kind}"
 
 
-def attend_args(rng: Rng, a: Attend) -> Args:
+def args_of(rng: Rng, a: Attend) -> Args:
     """What attend and attend_combine take together."""
     stop, heads = a.pos + a.rows, a.heads_kv * a.gqa
-    widths = (a.heads_kv * a.dims[0], a.heads_kv * a.dims[1])
-    args = planes(a.pair, widths, stop + 5)
     q = normal(rng, a.rows, heads, a.dims[0])
-    keys, values = (normal(rng, stop, width).reshape(stop, -1) for width in widths)
+    keys, values = (normal(rng, stop, a.heads_kv * dim).reshape(stop, -1) for dim in a.dims)
     if a.kind == "one key dominates":
         keys[stop // 2] *= 40
     elif a.kind == "equal keys":
@@ -70,16 +66,13 @@ def attend_args(rng: Rng, a: Attend) -> Args:
         keys *= np.linspace(0.1, 6, stop, dtype=np.float32)[:, None]
     elif a.kind == "some of q not finite":
         spoil(rng, q, 3)
-    for side, name, x in zip("kv", a.pair, (keys, values), strict=True):
-        stored = encode(name, x.astype(np.float64).reshape(-1, 32)).reshape(-1)
-        args[side][: stored.size] = stored
-        args[side][stored.size :] = 0xFF  # rows that nobody may see are NaN
-    return args | {
-        "q": q, "part": np.full(a.rows * heads * ATTEND_GROUPS * (a.dims[1] + 2), np.nan, np.float32),
-        "out": poison(a.rows * heads * a.dims[1]), "pos_d": None, "slot": a.pos, "rows": a.rows, "n_head": heads,
-        "n_head_kv": a.heads_kv, "head_dim_k": a.dims[0], "head_dim_v": a.dims[1], "scale": a.dims[0] ** -0.5,
-        "window": a.window, **ALONE, "health": record(), "layer": LAYER,
-    }  # fmt: skip
+    stored = [
+        encode(name, x.astype(np.float64).reshape(-1, 32)).reshape(stop, -1)
+        for name, x in zip(a.pair, (keys, values), strict=True)
+    ]
+    k, v = (np.pad(x, ((0, 5), (0, 0)), constant_values=0xFF) for x in stored)  # rows that nobody may see are NaN
+    args = attend_args(a.pair, q, k, v, a.pos, heads=(heads, a.heads_kv), dims=a.dims, window=a.window)
+    return args | {"out": poison(a.rows * heads * a.dims[1])}
 
 
 def attend_case(a: Attend, args: Args, **other: Any) -> Case:
@@ -112,16 +105,16 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         cases += [Attend(PAIRS[0], (192, 192), 9, 77, 2, 5), Attend(PAIRS[4], (128, 128), 16, 1000, 4, 4)]
         cases += [Attend(PAIRS[0], rows=2, pos=around + 70, window=window) for window in (0, 500, around)]
     for a in cases:
-        yield attend_case(a, attend_args(rng, a))
+        yield attend_case(a, args_of(rng, a))
     a = Attend(PAIRS[0])
     others: tuple[Args, ...] = ({"pos_d": i32(70), "slot": -9}, {"slot": 76}, {"slot": -1}, {"pos_d": i32(2**31 - 1)})
     for other in others:
-        made = attend_case(a, attend_args(rng, a), **other)
+        made = attend_case(a, args_of(rng, a), **other)
         where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
         made.title = f"{made.kernel} {where}"
         yield made
     several = [Attend(PAIRS[0], rows=3, pos=pos) for pos in (0, 62, 200)]
-    members = [attend_args(rng, a) | {"pos_d": i32(a.pos)} for a in several]
+    members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
     made = batch("3 rows for", attend_kernel(64, 64, 6), ("k", "v", "pos_d", "health"), ("q", "part"), members)
     behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
     made.launches += behind.launches

@@ -1,4 +1,4 @@
-"""One check of `check`: launches over named arrays; and what its inputs are made of."""
+"""One check of `check`: launches over named arrays."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from memra_driver.formats import FORMATS, K_FORMATS, V_FORMATS
+from memra_driver.check_args import Args, Array
 from memra_driver.kernels import KERNELS
-from memra_driver.layout import HEALTH_BYTES, SeqC
-
-Array = NDArray[Any]
-Args = dict[str, Any]
-Pair = tuple[str, str]
-Rng = np.random.Generator
+from memra_driver.layout import SeqC
 
 TOLERANCE = 1e-5  # of the largest magnitude, where expf or a long sum is at work
-PAIRS = [(k, v) for k in K_FORMATS for v in V_FORMATS]
 FIELDS = tuple(name for name, _ in SeqC._fields_)
-LAYER = 5
 
 
 @dataclass
@@ -86,50 +78,3 @@ def batch(title: str, kernel: str, own: tuple[str, ...], split: tuple[str, ...],
         if isinstance(value, np.ndarray):
             arrays[name], placed[name] = value, name
     return Case(f"{kernel} {title} {len(members)} sequences", [(kernel, placed)], arrays, {"seqs": table})
-
-
-# Inputs.
-
-
-def poison(n: int, kind: Any = np.float32) -> Array:
-    """Memory that shows where nothing was written."""
-    return np.full(n * np.dtype(kind).itemsize, 0xA5, np.uint8).view(kind)
-
-
-def normal(rng: Rng, *shape: int) -> Array:
-    return rng.standard_normal(int(np.prod(shape)), np.float32)
-
-
-def spread(rng: Rng, n: int) -> Array:
-    """Both signs, magnitudes from 1e-9 to 1e5, a tenth of them zero."""
-    x = rng.standard_normal(n) * 10.0 ** rng.uniform(-9, 5, n)
-    return np.where(rng.random(n) < 0.1, 0, x).astype(np.float32)
-
-
-def record() -> Array:
-    return np.zeros(HEALTH_BYTES, np.uint8)
-
-
-def i32(value: int) -> Array:
-    return np.array([value], np.int32)
-
-
-def spoil(rng: Rng, x: Array, n: int = 7) -> Array:
-    """x with n values that are not finite."""
-    x[rng.integers(0, x.size, n)] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), n)
-    return x
-
-
-def planes(pair: Pair, dims: tuple[int, int], max_ctx: int) -> Args:
-    """K and V of `max_ctx` poisoned tokens with their padding, and what says how they are laid out."""
-    args: Args = {}
-    for side, name, dim in zip("kv", pair, dims, strict=True):
-        token = dim // 32 * FORMATS[name].block_bytes
-        args |= {
-            side: poison(max_ctx * token + 8, np.uint8), f"{side}_tok_bytes": token,
-            f"{side}_format": FORMATS[name].code,
-        }  # fmt: skip
-    return args | {"max_ctx": max_ctx}
-
-
-ALONE: Args = {"seqs": None, "n_seqs": 1}

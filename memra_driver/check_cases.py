@@ -3,67 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from memra_driver.check_case import (
-    ALONE,
-    FIELDS,
+from memra_driver.check_args import (
     LAYER,
     PAIRS,
-    TOLERANCE,
     Args,
-    Array,
-    Case,
-    Pair,
     Rng,
-    batch,
+    append_args,
+    commit_args,
+    conv_args,
+    dequant_args,
+    edges,
     i32,
     normal,
-    planes,
     poison,
+    prep_args,
+    rebuild_args,
     record,
-    single,
+    rows_args,
+    scan_args,
     spoil,
     spread,
 )
-
-
-def edges() -> Array:
-    """Blocks at the edges of what the formats hold, one a row: f32 (blocks, 32)."""
-    ramp = np.arange(32, dtype=np.float32)
-    tiny = np.float32(2.0**-149)
-    one_of = [np.where(ramp == 5, np.float32(x), ramp / 7 - 2) for x in (np.nan, np.inf, -np.inf, -0.0, 65519.0)]
-    beyond = np.nextafter(np.float32(464), np.float32(500))  # what fp8 counts as saturated
-    fp8 = [448, 464, beyond, 2.0**-10, 3 * 2.0**-10, 0.0155, 17, 19]
-    rows = [
-        *one_of,
-        *(np.where(ramp == 7, np.float32(x), -ramp) for x in (448, 464, beyond, -464, -beyond)),
-        np.where(ramp % 3 == 0, np.float32(np.inf), -np.float32(np.inf)),
-        *(np.full(32, x) for x in (np.nan, 0.0, -0.0, -2.5, 65504.0, 127 * 65519.0, 127 * 65520.0)),
-        np.where(ramp % 2 == 0, 0.0, -0.0),
-        (ramp - 16) * np.float32(3e38 / 16),
-        ramp * tiny,
-        np.where(ramp == 9, np.nan, ramp * tiny),
-        (ramp - 9) * np.float32(1e-38),
-        (ramp - 9) * np.float32(3e-8),
-        np.resize(np.array([*fp8, *(-np.array(fp8))], np.float32), 32),
-        np.where(ramp == 3, 7.0, np.where(ramp == 20, -7.0, 0.5)),
-        np.where(ramp == 3, -7.0, np.where(ramp == 20, 7.0, 0.5)),
-        (ramp - 15.5) / 2,
-    ]
-    return np.array(rows, np.float32)
-
+from memra_driver.check_case import FIELDS, TOLERANCE, Case, batch, single
 
 # K/V.
-
-
-def append_args(pair: Pair, dims: tuple[int, int], x: Array, y: Array, slot: int, max_ctx: int, **other: Any) -> Args:
-    return planes(pair, dims, max_ctx) | {
-        "k_rows": x, "v_rows": y, "len_d": i32(2), "pos_d": None, "slot": slot, "rows": x.size // dims[0], "len": -1,
-        "kv_dim_k": dims[0], "kv_dim_v": dims[1], **ALONE, "health": record(), "layer": LAYER,
-    } | other  # fmt: skip
 
 
 def append_cases(rng: Rng, small: bool) -> Iterator[Case]:
@@ -105,15 +71,7 @@ def dequant_cases(rng: Rng, small: bool) -> Iterator[Case]:
     dims = (96, 64)
     for pair in PAIRS:
         for bf16, start, rows, max_ctx in ((0, 0, 5, 5), (1, 3, 4, 9), (0, 100, 300, 512))[: 2 if small else None]:
-            args = planes(pair, dims, max_ctx)
-            for side in "kv":
-                args[side][:-8] = rng.integers(0, 256, args[side].size - 8, np.uint8)
-            kind = np.uint16 if bf16 else np.float32
-            args |= {
-                "start": start, "rows": rows, "kv_dim_k": dims[0], "kv_dim_v": dims[1], "out_bf16": bf16,
-                "k_out": poison(rows * dims[0] + 3, kind), "v_out": poison(rows * dims[1] + 3, kind),
-                "health": record(), "layer": LAYER,
-            }  # fmt: skip
+            args = dequant_args(rng, pair, dims, start, rows, max_ctx, bf16)
             title = f"{pair[0]}/{pair[1]} {'bf16' if bf16 else 'f32'}, rows {start} .. {start + rows}"
             yield single(title, "dequant_kv", args)
             if pair == PAIRS[0]:
@@ -122,14 +80,6 @@ def dequant_cases(rng: Rng, small: bool) -> Iterator[Case]:
 
 
 # Recurrent layers.
-
-
-def conv_args(rng: Rng, rows: int, channels: int, taps: int, **other: Any) -> Args:
-    return {
-        "x": normal(rng, rows, channels), "w": normal(rng, channels, taps),
-        "conv_state": normal(rng, channels, taps - 1), "out": poison(rows * channels), "tape": None, "pos_d": None,
-        "slot": 11, "rows": rows, "conv_dim": channels, "d_conv": taps, **ALONE, "health": record(), "layer": LAYER,
-    } | other  # fmt: skip
 
 
 def conv_cases(rng: Rng, small: bool) -> Iterator[Case]:
@@ -141,20 +91,14 @@ def conv_cases(rng: Rng, small: bool) -> Iterator[Case]:
         yield single(f"{channels} channels, {taps} taps, {rows} rows", "conv_update", args, tolerance=near)
         for accept in sorted({0, 1, rows // 2, rows}):
             # alone, in place, and with the count on the device
-            where = [{"conv_state": poison(args["conv_state"].size)}, {"conv_state": args["conv_state"]}]
-            count = {"accept_d": i32(accept), "accept": -7} if accept else {"accept_d": None, "accept": 0}
+            where: list[Args] = [{}, {"conv_state": args["conv_state"]}]
+            count: Args = {"accept_d": i32(accept), "accept": -7} if accept else {"accept_d": None, "accept": 0}
             for i, other in enumerate(where):
-                rebuild = {
-                    "x": args["x"], "ring_old": args["conv_state"], "rows": rows, "conv_dim": channels, "d_conv": taps,
-                    "health": record(), "layer": LAYER,
-                } | count | other  # fmt: skip
+                rebuild = rebuild_args(args, **count, **other)
                 title = f"{channels} channels, {taps} taps, {accept} of {rows} rows{', in place' if i else ''}"
                 yield single(title, "conv_ring_rebuild", rebuild)
     for accept in (-1, 6):
-        rebuild = {
-            "x": normal(rng, 5, 64), "ring_old": normal(rng, 64, 3), "conv_state": poison(192), "rows": 5,
-            "conv_dim": 64, "d_conv": 4, "health": record(), "layer": LAYER, "accept_d": i32(accept), "accept": 0,
-        }  # fmt: skip
+        rebuild = rebuild_args(conv_args(rng, 5, 64, 4), 0, accept_d=i32(accept))
         yield single(f"{accept} of 5 rows", "conv_ring_rebuild", rebuild)
     for rows in (3, 20):
         args = conv_args(rng, rows, 70, 4, tape=poison(rows * 70))
@@ -166,17 +110,6 @@ def conv_cases(rng: Rng, small: bool) -> Iterator[Case]:
     made = batch("for", "conv_update", ("conv_state", "pos_d", "health"), ("x", "out"), members)
     made.tolerance = near
     yield made
-
-
-def prep_args(rng: Rng, rows: int, keys: int, values: int, size: int, **other: Any) -> Args:
-    vector, gates = rows * values * size, rows * values
-    return {
-        "conv_out": normal(rng, rows, (2 * keys + values) * size), "alpha": 5 * normal(rng, gates),
-        "beta_raw": 5 * normal(rng, gates), "dt_bias": 5 * normal(rng, values), "a": -np.exp(normal(rng, values)),
-        "q": poison(vector), "k": poison(vector), "v": poison(vector), "g_log": poison(gates), "beta": poison(gates),
-        "pos_d": None, "slot": 11, "rows": rows, "num_k": keys, "num_v": values, "state_size": size, "eps": 1e-6,
-        **ALONE, "health": record(), "layer": LAYER,
-    } | other  # fmt: skip
 
 
 def prep_cases(rng: Rng, small: bool) -> Iterator[Case]:
@@ -195,17 +128,6 @@ def prep_cases(rng: Rng, small: bool) -> Iterator[Case]:
     made = batch("for", "gdn_prep", own, split, members)
     made.tolerance = near
     yield made
-
-
-def scan_args(rng: Rng, rows: int, heads: int, size: int, **other: Any) -> Args:
-    vector = rows * heads * size
-    unit = {name: normal(rng, vector) / np.float32(size**0.5) for name in "qk"}
-    return unit | {
-        "v": normal(rng, vector), "g_log": -np.abs(normal(rng, rows, heads)),
-        "beta": rng.random(rows * heads, np.float32), "state_in": normal(rng, heads, size, size),
-        "state_out": poison(heads * size * size), "out": poison(vector), "tape": None, "accept_d": None, "rows": rows,
-        "num_v": heads, "state_size": size, "scale": size**-0.5, **ALONE, "health": record(), "layer": LAYER,
-    } | other  # fmt: skip
 
 
 def scan_cases(rng: Rng, small: bool) -> Iterator[Case]:
@@ -239,12 +161,8 @@ def counter_cases(rng: Rng, small: bool) -> Iterator[Case]:
         }  # fmt: skip
         yield single("random masks", "set_counters", args)
     for accept, on_device, move in ((0, 0, 1), (3, 0, 1), (5, 1, 1), (2, 1, 0), (6, 1, 1), (-1, 1, 1), (6, 1, 0)):
-        low, high = rng.integers(-(2**63), 2**63, 2).tolist()
-        args = {
-            "counters": rng.integers(-9, 9, 128).astype(np.int32), "pos_d": i32(70),
-            "accept_d": i32(accept) if on_device else None, "accept": -3 if on_device else accept, "rows": 5,
-            "mask_lo": low, "mask_hi": high, "move_pos": move, "health": record(), "layer": LAYER,
-        }  # fmt: skip
+        counted: Args = {"accept_d": i32(accept), "accept": -3} if on_device else {"accept": accept}
+        args = commit_args(rng, 70, **counted, rows=5, move_pos=move)
         yield single(f"{accept} of 5 rows{'' if move else ', pos stays'}", "commit_counters", args)
     for count in (1, 3, 200):
         arrays = {f"pos_d.{b}": i32(int(rng.integers(0, 9999))) for b in range(count)}
@@ -267,9 +185,5 @@ def copy_cases(rng: Rng, small: bool) -> Iterator[Case]:
     title = f"copy_many {len(table)} copies of any alignment"
     yield Case(title, [("copy_many", many)], arrays, {"table": table})
     for rows, columns, src_stride, dst_stride in ((1, 7, 7, 7), (3, 1025, 1025, 3100), (5, 300, 301, 900)):
-        src, dst = ((rows - 1) * stride + columns for stride in (src_stride, dst_stride))
-        args = {
-            "src": normal(rng, src), "dst": poison(dst), "src_stride": src_stride, "dst_stride": dst_stride,
-            "rows": rows, "columns": columns, "health": None, "layer": 0,
-        }  # fmt: skip
+        args = rows_args(rng, rows, columns, src_stride, dst_stride)
         yield single(f"{rows} rows of {columns}", "copy_rows", args)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from memra_driver.check_case import ALONE, LAYER, TOLERANCE, Args, Array, Case, Rng, i32, poison, record, single
-from memra_driver.check_cases import append_args
+from memra_driver.check_args import Array, Rng, append_args, conv_args, i32, prep_args, scan_args
+from memra_driver.check_case import TOLERANCE, Case, single
 from memra_driver.formats import FORMATS
 from memra_driver.oracle_formats import encode
 
@@ -23,10 +23,10 @@ def vector_cases(rng: Rng, small: bool) -> Iterator[Case]:
         arrays = {
             name: stored[key].reshape(-1) for name, key in entry.items() if isinstance(key, str) and key in stored
         }
-        yield from VECTORS[entry["op"]](entry, arrays)
+        yield from VECTORS[entry["op"]](rng, entry, arrays)
 
 
-def _append_vector(entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]:
+def _append_vector(rng: Rng, entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]:
     pair, dims, rows = (entry["k_format"], entry["v_format"]), (entry["kv_dim_k"], entry["kv_dim_v"]), entry["rows"]
     args = append_args(pair, dims, v["k_rows"], v["v_rows"], entry["t0"], entry["max_ctx"])
     want = {}
@@ -42,36 +42,24 @@ def _append_vector(entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]
     yield single(f"vector {entry['case']}", "append_kv", args, want=want)
 
 
-def _conv_vector(entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]:
+def _conv_vector(rng: Rng, entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]:
     rows, channels, taps = entry["rows"], entry["conv_dim"], entry["d_conv"]
-    args: Args = {
-        "x": v["x"], "w": v["w"], "conv_state": v["state0"], "out": poison(rows * channels), "tape": None,
-        "pos_d": None, "slot": 0, "rows": rows, "conv_dim": channels, "d_conv": taps, **ALONE,
-        "health": record(), "layer": LAYER,
-    }  # fmt: skip
+    args = conv_args(rng, rows, channels, taps, x=v["x"], w=v["w"], conv_state=v["state0"])
     want = {"out": v["out"], "conv_state": v["states"][-channels * (taps - 1) :]}
     yield single(f"vector {entry['case']}", "conv_update", args, want=want, tolerance={"out": TOLERANCE})
 
 
-def _gdn_vector(entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]:
+def _gdn_vector(rng: Rng, entry: dict[str, Any], v: dict[str, Array]) -> Iterator[Case]:
     rows, keys, values, size = entry["rows"], entry["num_k"], entry["num_v"], entry["d_state"]
-    vector, gates = rows * values * size, rows * values
+    given = {name: v[name] for name in ("conv_out", "alpha", "beta_raw", "dt_bias", "a")} | {"eps": entry["eps"]}
+    prep = prep_args(rng, rows, keys, values, size, **given)
     operands = ("q", "k", "v", "g_log", "beta")
-    fresh = {name: poison(gates if name in ("g_log", "beta") else vector) for name in operands}
-    prep = fresh | {
-        **{name: v[name] for name in ("conv_out", "alpha", "beta_raw", "dt_bias", "a")}, "pos_d": None, "slot": 0,
-        "rows": rows, "num_k": keys, "num_v": values, "state_size": size, "eps": entry["eps"], **ALONE,
-        "health": record(), "layer": LAYER,
-    }  # fmt: skip
     near = dict.fromkeys(operands, TOLERANCE)
     want = {name: v[name] for name in operands}
     yield single(f"vector {entry['case']}", "gdn_prep", prep, want=want, tolerance=near)
     for taken, state in ((2, "state_after_2"), (rows, "state_final")):
-        scan = {name: v[name] for name in operands} | {
-            "state_in": v["state0"], "state_out": poison(v["state0"].size), "out": poison(vector), "tape": None,
-            "accept_d": i32(taken), "rows": rows, "num_v": values, "state_size": size, "scale": entry["scale"], **ALONE,
-            "health": record(), "layer": LAYER,
-        }  # fmt: skip
+        given = {name: v[name] for name in operands} | {"state_in": v["state0"], "scale": entry["scale"]}
+        scan = scan_args(rng, rows, values, size, accept_d=i32(taken), **given)
         want = {"state_out": v[state]} | ({"out": v["out"]} if taken == rows else {})
         near = dict.fromkeys(("state_out", "out"), TOLERANCE)
         yield single(f"vector {entry['case']}, {taken} rows", "gdn_scan", scan, want=want, tolerance=near)

@@ -7,17 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from checks import Array, record
-from kernel_args import ALONE, FORMAT_PAIRS, LAYER, Dims, Names
+from checks import Array
 from kernel_runs import run
 
+from memra_driver import check_args
+from memra_driver.check_args import PAIRS, Dims, Pair, partial_sums
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, attend_kernel
 
 TOLERANCE = 2e-3  # of the largest magnitude of the output
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 GROUP_ROUND = ATTEND_TILE * ATTEND_GROUPS  # keys until a group gets its second tile
-LONG: list[tuple[Names, Dims]] = [  # formats and head dims that long sequences are tried with
-    *((formats, (128, 128)) for formats in FORMAT_PAIRS),
+LONG: list[tuple[Pair, Dims]] = [  # formats and head dims that long sequences are tried with
+    *((formats, (128, 128)) for formats in PAIRS),
     *((("q8_0", "q5_1"), dims) for dims in ((64, 64), (192, 128), (256, 256), (512, 512))),
 ]
 Heads = tuple[int, int]  # query heads, K/V heads
@@ -85,7 +87,7 @@ def attend_args(
     *,
     heads: Heads = (2, 1),
     dims: Dims = (64, 64),
-    formats: Names = ("q8_0", "q5_1"),
+    formats: Pair = ("q8_0", "q5_1"),
     window: int = 0,
     tamper: Tamper = plain,
     room: int = 0,
@@ -100,18 +102,7 @@ def attend_args(
     for x, fmt in ((k, k_format), (v, v_format)):
         stored = fmt.encode(x.reshape(tokens, -1))
         planes.append(np.concatenate([stored, np.full((room, stored.shape[1]), 0xFF, np.uint8)]))
-    return {
-        "q": q.reshape(-1), "k": planes[0].reshape(-1), "v": planes[1].reshape(-1), "pos_d": None, "slot": pos,
-        "rows": rows, "max_ctx": tokens + room, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim_k": dims[0],
-        "head_dim_v": dims[1], "k_tok_bytes": planes[0].shape[1], "v_tok_bytes": planes[1].shape[1],
-        "k_format": k_format.code, "v_format": v_format.code, "scale": dims[0] ** -0.5, "window": window,
-        "part": scratch(rows, n_head, dims[1]), **ALONE, "health": record(), "layer": LAYER,
-    }  # fmt: skip
-
-
-def scratch(rows: int, n_head: int, head_dim_v: int, fill: int = 0xFF) -> Array:
-    """Partial sums that nobody has written: every byte is `fill`, NaNs by default."""
-    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + 2) * 4, fill, np.uint8).view(np.float32)
+    return check_args.attend_args(formats, q, *planes, pos, heads=heads, dims=dims, window=window)
 
 
 def entry_of(args: dict[str, Any]) -> str:
@@ -140,7 +131,7 @@ def attend(dev: Any, args: dict[str, Any], entry: str | None = None) -> SimpleNa
 def row_alone(args: dict[str, Any], row: int) -> dict[str, Any]:
     """The launch for that row only, on planes that hold all rows."""
     q = args["q"].reshape(args["rows"], -1)[row].copy()
-    part = scratch(1, args["n_head"], args["head_dim_v"])
+    part = partial_sums(1, args["n_head"], args["head_dim_v"])
     return args | {"q": q, "rows": 1, "slot": args["slot"] + row, "part": part}
 
 

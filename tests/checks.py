@@ -42,9 +42,5 @@ def worst(got: Array, expected: Array) -> str:
     return f"element {at} of {got.size} is {got[at]!r}, not {expected[at]!r}; largest magnitude {largest!r}"
 
 
-def record() -> Array:
-    return np.zeros(88, np.uint8)
-
-
 def faults(health: Array) -> dict[Fault, FaultCount]:
     return Health.read([health.tobytes()]).faults

@@ -5,6 +5,7 @@ All comparisons are of bits, on one device: the twin, the kernels as g++ compile
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,22 @@ from attend_runs import (
     growing,
     planes_of,
     row_alone,
-    scratch,
     shrinking,
 )
-from checks import Array, faults, record
-from kernel_args import FORMAT_PAIRS, LAYER, Dims, Names, cache_bytes
+from checks import Array, faults
 from kernel_runs import run, run_batch
 
+from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, any_planes, partial_sums, record
 from memra_driver.health import Fault, FaultCount
-from memra_driver.kernels import ATTEND_COLUMNS, ATTEND_SHARED_BYTES, ATTEND_WIDTHS, attend_shared_bytes
+from memra_driver.kernels import (
+    ATTEND_COLUMNS,
+    ATTEND_SHARED_BYTES,
+    ATTEND_TILE,
+    ATTEND_WIDTHS,
+    attend_shared_bytes,
+)
+from memra_driver.plan import ATTEND_GROUPS as GROUPS
+from memra_driver.reference_attend import FOLD
 
 FORMATS = ("q8_0", "q5_1")
 
@@ -46,10 +54,10 @@ def assert_rows_stand_alone(dev: Any, args: dict[str, Any], rows: Any = None) ->
 # Rows together and alone
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("heads", [(4, 2), (5, 1)])
 def test_rows_together_give_the_bits_of_rows_alone(
-    dev: Any, rng: np.random.Generator, formats: Names, heads: Heads
+    dev: Any, rng: np.random.Generator, formats: Pair, heads: Heads
 ) -> None:
     assert_rows_stand_alone(dev, attend_args(rng, 3, 62, heads=heads, formats=formats, tamper=growing))
 
@@ -63,6 +71,12 @@ def test_rows_may_stand_on_both_sides_of_an_edge(dev: Any, rng: np.random.Genera
 @pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
 def test_rows_stand_alone_whatever_the_scores(dev: Any, rng: np.random.Generator, tamper: Tamper) -> None:
     assert_rows_stand_alone(dev, attend_args(rng, 3, 190, heads=(3, 1), tamper=tamper))
+
+
+@pytest.mark.parametrize("gqa", range(1, 17))
+def test_rows_stand_alone_for_any_number_of_query_heads(dev: Any, rng: np.random.Generator, gqa: int) -> None:
+    """Of 3 rows the columns fill a block, or end in the middle of one; blocks begin in the middle of a row."""
+    assert_rows_stand_alone(dev, attend_args(rng, 3, 62, heads=(2 * gqa, 2), tamper=climbing))
 
 
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2), (16, 1)])
@@ -83,11 +97,55 @@ def test_rows_stand_alone_where_groups_take_another_tile(
     assert_rows_stand_alone(dev, args, rows=(0, 2))
 
 
+# Tiles that begin a group, a fold of groups, or a round of all groups, and those beside them.
+TILES = sorted({at + by for at in (1, 2, FOLD, 2 * FOLD, GROUPS - FOLD, GROUPS, 2 * GROUPS) for by in (-1, 0, 1)} - {0})
+
+
+def assert_rows_stand_alone_around(dev: Any, args: dict[str, Any], tiles: Iterable[int]) -> None:
+    """The rows of args, from two before the first key of each of these tiles on."""
+    for tile in tiles:
+        assert_rows_stand_alone(dev, args | {"slot": tile * ATTEND_TILE - 2})
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 65, 66])
+def test_rows_stand_alone_around_the_edges_of_tiles_groups_and_folds(
+    dev: Any, rng: np.random.Generator, window: int
+) -> None:
+    args = attend_args(rng, 4, TILES[-1] * ATTEND_TILE, heads=(3, 1), window=window, tamper=growing)
+    assert_rows_stand_alone_around(dev, args, TILES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("formats", "tamper", "window"),
+    [(("q8_0", "q5_1"), growing, 0), (("fp8", "q4_0"), climbing, 0), (("q8_0", "fp8"), growing, 65)],
+)
+def test_rows_stand_alone_around_every_edge_of_a_tile(
+    cuda: Any, rng: np.random.Generator, formats: Pair, tamper: Tamper, window: int
+) -> None:
+    tiles = range(1, 2 * GROUPS + 2)
+    args = attend_args(
+        rng, 4, tiles[-1] * ATTEND_TILE, heads=(6, 1), formats=formats, window=window, tamper=tamper, room=2
+    )
+    assert_rows_stand_alone_around(cuda, args, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
+@pytest.mark.parametrize("formats", PAIRS)
+def test_rows_of_long_sequences_stand_alone_whatever_the_scores(
+    cuda: Any, rng: np.random.Generator, tamper: Tamper, formats: Pair
+) -> None:
+    pos = 2 * GROUP_ROUND - 2
+    args = attend_args(rng, 4, pos, heads=(12, 2), dims=(128, 128), formats=formats, tamper=tamper)
+    assert_rows_stand_alone(cuda, args)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("formats", "dims"), LONG)
 @pytest.mark.parametrize(("pos", "window"), [(GROUP_ROUND - 5, 0), (3 * GROUP_ROUND + 60, 0), (20_000, 8500)])
 def test_rows_of_long_sequences_stand_alone(
-    cuda: Any, rng: np.random.Generator, formats: Names, dims: Dims, pos: int, window: int
+    cuda: Any, rng: np.random.Generator, formats: Pair, dims: Dims, pos: int, window: int
 ) -> None:
     args = attend_args(rng, 16, pos, heads=(16, 2), dims=dims, formats=formats, window=window, tamper=growing)
     assert_rows_stand_alone(cuda, args, rows=(0, 1, 4, 5, 15))
@@ -151,10 +209,10 @@ def change_tokens(args: dict[str, Any], name: str, tokens: slice, fill: int | Ar
     return args | {name: plane}
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("pos", [5, 62])
 def test_bytes_at_and_beyond_the_rows_do_not_matter(
-    dev: Any, rng: np.random.Generator, formats: Names, pos: int
+    dev: Any, rng: np.random.Generator, formats: Pair, pos: int
 ) -> None:
     args = attend_args(rng, 2, pos, formats=formats, room=70)
     expected = attend(dev, args).out
@@ -166,8 +224,8 @@ def test_bytes_at_and_beyond_the_rows_do_not_matter(
         assert_same_bits(attend(dev, changed).out, expected)
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
-def test_bytes_before_the_window_do_not_matter(dev: Any, rng: np.random.Generator, formats: Names) -> None:
+@pytest.mark.parametrize("formats", PAIRS)
+def test_bytes_before_the_window_do_not_matter(dev: Any, rng: np.random.Generator, formats: Pair) -> None:
     args = attend_args(rng, 2, 140, formats=formats, window=9)
     expected = attend(dev, args).out
     for fill in (0x00, 0x7F, 0xFF):
@@ -180,11 +238,11 @@ def test_bytes_before_the_window_do_not_matter(dev: Any, rng: np.random.Generato
 BAD_FILLS = {"q8_0": (0x7F, 0xFF), "q5_1": (0x7F, 0xFF), "q4_0": (0x7F, 0xFC), "fp8": (0x7F, 0xFF)}
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("plane", ["k", "v"])
 @pytest.mark.parametrize("heads", [(2, 1), (12, 1)])
 def test_a_bad_row_spoils_only_those_that_see_it(
-    dev: Any, rng: np.random.Generator, formats: Names, plane: str, heads: Heads
+    dev: Any, rng: np.random.Generator, formats: Pair, plane: str, heads: Heads
 ) -> None:
     """Row 2 of 4 stands for a key that is not finite: rows 0 and 1 keep their bits, rows 2 and 3 become NaN."""
     args = attend_args(rng, 4, 30, heads=heads, formats=formats, tamper=growing)
@@ -210,10 +268,10 @@ def test_an_infinite_value_reaches_only_rows_that_see_it(
     assert np.isfinite(out[2:, :, 32:]).all()
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("plane", ["k", "v"])
 def test_a_bad_row_that_has_left_the_window_is_forgotten(
-    dev: Any, rng: np.random.Generator, formats: Names, plane: str
+    dev: Any, rng: np.random.Generator, formats: Pair, plane: str
 ) -> None:
     """Window 3: rows 0 and 1 see key 60, rows 2 and 3 of the same launch do not."""
     args = attend_args(rng, 4, 61, heads=(3, 1), formats=formats, window=3)
@@ -234,14 +292,14 @@ def test_a_nan_that_a_row_sees_reaches_it_however_little_it_weighs(
     assert np.isnan(attend(dev, change_tokens(args, plane, slice(token, token + 1), 0x7F)).out).all()
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 def test_any_bytes_in_the_planes_leave_rows_alone_and_together_alike(
-    dev: Any, rng: np.random.Generator, formats: Names
+    dev: Any, rng: np.random.Generator, formats: Pair
 ) -> None:
     args = attend_args(rng, 3, 64, heads=(3, 1), formats=formats)
-    planes = cache_bytes(rng, formats, (64, 64), 67)
+    planes = any_planes(rng, formats, (64, 64), 67)
     for window in (0, 4):
-        any_bytes = args | {"k": planes[0][:-8], "v": planes[1][:-8], "window": window}
+        any_bytes = args | {name: planes[name][:-8] for name in "kv"} | {"window": window}
         assert_rows_stand_alone(dev, any_bytes)
 
 
@@ -263,7 +321,7 @@ def test_scratch_that_nobody_wrote_never_reaches_the_output(
     expected = attend(dev, args).out
     assert np.isfinite(expected).all()
     for fill in (0x00, 0x7F):
-        assert_same_bits(attend(dev, args | {"part": scratch(2, 1, 64, fill)}).out, expected)
+        assert_same_bits(attend(dev, args | {"part": partial_sums(2, 1, 64, fill)}).out, expected)
 
 
 @pytest.mark.parametrize(("pos", "window"), [(10, 0), (GROUP_ROUND + 64, 0), (GROUP_ROUND + 100, 300), (300, 20)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import types
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import standin as standin_module
 import vectors_data
 
-from memra_driver import check, cli, formats, kvdev, reference, reference_attend, reference_common
+from memra_driver import check, cli, driver, formats, kvdev, nvrtc, reference, reference_attend, reference_common
 from memra_driver.check_case import Case
 from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
 from memra_driver.kvdev import HostDev
@@ -38,6 +39,19 @@ IN_KERNELS = [
     ("attend", "attend.cu", "const bool seen = column < work.columns &&", "const bool seen = key + 1 <"),
     ("attend", "attend.cu", "sum[i] = __fmaf_rn(sum[i], worth, added)", "sum[i] = added"),
     ("attend_combine", "attend_combine.cu", "__fmul_rn(value, w.y)", "__fmul_rn(value, w.x)"),
+]
+# An entry that shows it, its header, and the line that is flipped: what only the compiler for a GPU reads. None of them
+# leads out of the memory of the kernel, which would cost the whole process its context.
+IN_PTX = [
+    ("attend_64", "mma.cuh", '"f"(high), "f"(low)', '"f"(low), "f"(high)'),
+    ("attend_64", "mma.cuh", '"r"(a[0]), "r"(a[1])', '"r"(a[1]), "r"(a[0])'),
+    ("attend_64", "mma.cuh", '"r"(b[0]), "r"(b[1])', '"r"(b[1]), "r"(b[0])'),
+    ("attend_64", "mma.cuh", "(lane & 16) / 2", "(lane & 16) / 4"),
+    ("attend_64", "mma.cuh", "m0 + (lane & 8);", "m0;"),
+    ("attend_64", "mma.cuh", ".x4.trans.shared", ".x4.shared"),
+    ("attend_64", "attend.cuh", "ex2.approx.ftz", "lg2.approx.ftz"),
+    ("append_kv", "device.cuh", "cvt.rn.f16.f32", "cvt.rz.f16.f32"),
+    ("append_kv", "device.cuh", "cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2", "cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1"),
 ]
 # Kernel, the module of its twin, and the operation that is flipped.
 IN_TWINS = [
@@ -89,9 +103,19 @@ def flipped_module(module: types.ModuleType, old: str, new: str) -> types.Module
     return copy
 
 
+def flipped_sources(folder: Path, entry: str, source: str, old: str, new: str) -> Path:
+    """A copy of cuda_src with one line changed; of attend it has one entry only, since all take seconds to compile."""
+    shutil.copytree(standin_module.CUDA_SRC, folder)
+    (folder / source).write_text(flipped((folder / source).read_text(), old, new))
+    attend = (folder / "attend.cu").read_text()
+    (folder / "attend.cu").write_text(re.sub(rf"^ATTEND\((?!{entry},).*\n", "", attend, flags=re.MULTILINE))
+    return folder
+
+
 def first_red(e: Any, cases: Iterator[Case], path: Path) -> check.Result:
     red = next((result for result in check.run(e, cases, path) if result.fault), None)
     assert red is not None, "check stayed green"
+    assert red.where, red.fault  # a wrong result, not an error
     assert check.replay(e, path).fault == red.fault
     return red
 
@@ -100,6 +124,12 @@ def test_the_checks_launch_every_kernel_of_the_table(small_cases: list[Case]) ->
     launched = {kernel for case in small_cases for kernel, _ in case.launches}
     assert launched == KERNELS.keys()
     assert len({case.title for case in check.cases()}) > len({case.title for case in small_cases}) > 200
+
+
+def test_every_kernel_of_the_table_and_its_twin_have_a_line_that_is_flipped() -> None:
+    sources = {"attend" if name in ATTEND_COLUMNS else name: kernel.source for name, kernel in KERNELS.items()}
+    assert {kernel: source for kernel, source, _, _ in IN_KERNELS} == sources
+    assert {kernel for kernel, _, _, _ in IN_TWINS} == sources.keys()
 
 
 def test_the_same_seed_makes_the_same_inputs_and_another_seed_others() -> None:
@@ -158,6 +188,37 @@ def test_a_flipped_line_of_a_kernel_turns_check_red(
     first_red(make_dev("cuda", arena=False), of(kernel, small_cases), tmp_path / "red.npz")
     standin.use_kernels(standin_module.build_kernels())
     assert not check.replay(make_dev("cuda", arena=False), tmp_path / "red.npz").fault
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("entry", "source", "old", "new"), IN_PTX)
+def test_a_flipped_line_that_only_a_gpu_runs_turns_check_red(
+    make_dev: Any, small_cases: list[Case], tmp_path: Path, entry: str, source: str, old: str, new: str
+) -> None:
+    folder = flipped_sources(tmp_path / "cuda_src", entry, source, old, new)
+    e = make_dev("cuda", arena=False)
+    if "e4m3" in old and e.context.arch in ("sm_80", "sm_86", "sm_87"):
+        pytest.skip("GPUs before sm_89 do not run that line")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "source_dir", lambda: folder)
+        first_red(e, of(entry, small_cases), tmp_path / "red.npz")
+    assert not check.replay(make_dev("cuda", arena=False), tmp_path / "red.npz").fault
+
+
+@pytest.mark.parametrize(("entry", "source", "old", "new"), IN_PTX)
+def test_a_flipped_line_that_only_a_gpu_runs_reaches_the_image_that_is_loaded(
+    standin: standin_module.StandIn, make_dev: Any, tmp_path: Path, entry: str, source: str, old: str, new: str
+) -> None:
+    images: list[bytes] = []
+    load = driver.library_load_data
+    for name, text in (("as it is", old), ("flipped", new)):
+        folder = flipped_sources(tmp_path / name, entry, source, old, text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nvrtc, "source_dir", lambda folder=folder: folder)
+            patch.setattr(driver, "library_load_data", lambda image: images.append(image) or load(image))
+            make_dev("cuda", arena=False).kernels.plan(entry)
+    assert [image[:4] for image in images] == [nvrtc.ELF] * 2
+    assert images[0] != images[1]
 
 
 @pytest.mark.parametrize(("kernel", "module", "old", "new"), IN_TWINS)

@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attend_runs import attend_args, combine_args, scratch
-from kernel_args import (
+from attend_runs import attend_args, combine_args
+from kernel_runs import run
+from standin import StandIn
+
+from memra_driver.check_args import (
     append_args,
-    cache_bytes,
+    commit_args,
     conv_args,
-    counter_args,
     dequant_args,
+    partial_sums,
     prep_args,
     rebuild_args,
     rows_args,
     scan_args,
     spread,
 )
-from kernel_runs import run
-from standin import StandIn
-
 from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
 
 FORMATS = ("q8_0", "q5_1")
@@ -43,12 +43,12 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
         attends[name] = attend_args(rng, 3, 63, heads=(6, 2), dims=(64, width), formats=("q8_0", "fp8"), window=40)
         attends[name]["q"][rng.integers(0, attends[name]["q"].size, 3)] = np.nan
         attends[name]["v"][rng.integers(0, attends[name]["v"].size, 9)] = 0x7F
-    sums = scratch(3, 6, 64)
+    sums = partial_sums(3, 6, 64)
     sums[:] = rng.standard_normal(sums.size)
     combine = combine_args(attends["attend_64"], SimpleNamespace(part=sums))
     return {
         "append_kv": append_args(FORMATS, (96, 96), x, x.copy(), 3, 30),
-        "dequant_kv": dequant_args(FORMATS, (96, 96), cache_bytes(rng, FORMATS, (96, 96), 30), 3, 20, 30, 0),
+        "dequant_kv": dequant_args(rng, FORMATS, (96, 96), 3, 20, 30, 0),
         "conv_update": conv,
         "conv_ring_rebuild": rebuild_args(conv, 2, conv_state=conv["conv_state"]),
         "gdn_prep": prep,
@@ -57,7 +57,7 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
             "counters": np.zeros(128, np.int32), "a": 1, "b": 2, "a_lo": 0x0F0F, "a_hi": -1, "b_lo": 0x00FF, "b_hi": 0,
             "health": None, "layer": 0,
         },
-        "commit_counters": counter_args(rng, pos=7, accept=2, rows=3),
+        "commit_counters": commit_args(rng, pos=7, accept=2, rows=3),
         "copy_rows": rows_args(rng, 5, 1100, 1200, 1300),
         "attend_combine": combine,
         **attends,

@@ -9,30 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import faults, record, same_floats
-from kernel_args import (
-    FORMAT_PAIRS,
-    Dims,
-    Names,
-    Span,
-    append_args,
-    cache_bytes,
-    dequant_args,
-    poisoned,
-    special_blocks,
-    spread,
-)
+from checks import faults, same_floats
 from kernel_runs import run, same
 from vectors_data import Case, cases, name_of
 
+from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, append_args, dequant_args, edges, poison, record, spread
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.health import Fault, FaultCount
 from memra_driver.memory import CudaSlice
 
+Span = tuple[int, int, int]  # rows, first slot, capacity
+
 # ---------------------------------------------------------------- append_kv
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize(
     ("dims", "span"),
     [
@@ -45,13 +36,13 @@ from memra_driver.memory import CudaSlice
     ],
 )
 def test_append_stores_the_bytes_of_its_twin(
-    cuda: Any, host: Any, rng: np.random.Generator, formats: Names, dims: Dims, span: Span
+    cuda: Any, host: Any, rng: np.random.Generator, formats: Pair, dims: Dims, span: Span
 ) -> None:
     rows, slot, max_ctx = span
     args = append_args(formats, dims, spread(rng, rows * dims[0]), spread(rng, rows * dims[1]), slot, max_ctx)
     on_cuda = run(cuda, "append_kv", **args)
     same(on_cuda, run(host, "append_kv", **args))
-    assert on_cuda.len_d[0] == slot + rows
+    assert on_cuda.len_d[0] == max(args["len_d"][0], slot + rows)
     for name in "kv":
         size = args[f"{name}_tok_bytes"]
         plane = getattr(on_cuda, name)
@@ -59,15 +50,15 @@ def test_append_stores_the_bytes_of_its_twin(
         assert (plane[(slot + rows) * size :] == 0xA5).all()
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
-def test_append_agrees_on_special_values_and_reports_them(cuda: Any, host: Any, formats: Names) -> None:
-    blocks = special_blocks()
+@pytest.mark.parametrize("formats", PAIRS)
+def test_append_agrees_on_special_values_and_reports_them(cuda: Any, host: Any, formats: Pair) -> None:
+    blocks = edges()
     rows = np.concatenate([blocks, np.roll(blocks, 1, axis=0)], axis=1).reshape(-1)
     args = append_args(formats, (64, 64), rows, rows.copy(), 4, blocks.shape[0] + 4)
     on_cuda = run(cuda, "append_kv", **args)
     same(on_cuda, run(host, "append_kv", **args))
     seen = faults(on_cuda.health)
-    assert seen[Fault.NONFINITE] == FaultCount(count=24, layer=3, slot=4)  # 6 blocks, twice a row, in K and in V
+    assert seen[Fault.NONFINITE] == FaultCount(count=24, layer=LAYER, slot=4)  # 6 blocks, twice a row, in K and in V
     assert (Fault.FP8_SATURATED in seen) == ("fp8" in formats)
     assert (Fault.SCALE_OVERFLOW in seen) == (formats != ("fp8", "fp8"))
 
@@ -83,8 +74,8 @@ def test_every_magnitude_and_tie_is_stored_alike(cuda: Any, host: Any, rng: np.r
             same(run(cuda, "append_kv", **args), run(host, "append_kv", **args))
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
-def test_appending_rows_together_or_one_by_one_is_the_same(cuda: Any, rng: np.random.Generator, formats: Names) -> None:
+@pytest.mark.parametrize("formats", PAIRS)
+def test_appending_rows_together_or_one_by_one_is_the_same(cuda: Any, rng: np.random.Generator, formats: Pair) -> None:
     dims, rows = (96, 64), 6
     k_rows, v_rows = spread(rng, rows * dims[0]), spread(rng, rows * dims[1])
     together = run(cuda, "append_kv", **append_args(formats, dims, k_rows, v_rows, 2, 9))
@@ -138,7 +129,7 @@ def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(
     assert (on_cuda.k == 0xA5).all()
     assert (on_cuda.v == 0xA5).all()
     assert on_cuda.len_d[0] == 5
-    assert faults(on_cuda.health) == {Fault.SLOT_RANGE: FaultCount(count=1, layer=3, slot=reported)}
+    assert faults(on_cuda.health) == {Fault.SLOT_RANGE: FaultCount(count=1, layer=LAYER, slot=reported)}
 
 
 def test_the_error_record_keeps_counting_and_may_be_absent(cuda: Any, host: Any) -> None:
@@ -176,14 +167,14 @@ def excepted(case: Case, name: str, block_bytes: int) -> slice:
 # ---------------------------------------------------------------- dequant_kv
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("bf16", [0, 1])
 @pytest.mark.parametrize(("dims", "span"), [((32, 32), (1, 0, 1)), ((64, 96), (5, 3, 8)), ((512, 256), (33, 7, 64))])
 def test_any_bytes_decode_as_in_the_twin(
-    cuda: Any, host: Any, rng: np.random.Generator, formats: Names, bf16: int, dims: Dims, span: Span
+    cuda: Any, host: Any, rng: np.random.Generator, formats: Pair, bf16: int, dims: Dims, span: Span
 ) -> None:
     rows, start, max_ctx = span
-    args = dequant_args(formats, dims, cache_bytes(rng, formats, dims, max_ctx), start, rows, max_ctx, bf16)
+    args = dequant_args(rng, formats, dims, start, rows, max_ctx, bf16)
     a, b = run(cuda, "dequant_kv", **args), run(host, "dequant_kv", **args)
     assert same_floats(a.k_out, b.k_out)
     assert same_floats(a.v_out, b.v_out)
@@ -192,22 +183,23 @@ def test_any_bytes_decode_as_in_the_twin(
 
 
 @pytest.mark.parametrize(("start", "rows"), [(-1, 2), (7, 2), (2**40, 1)])
-def test_rows_outside_the_cache_decode_nothing_and_are_reported(cuda: Any, host: Any, start: int, rows: int) -> None:
-    planes = [np.zeros(8 * size + 8, np.uint8) for size in (34, 24)]
-    args = dequant_args(("q8_0", "q5_1"), (32, 32), planes, start, rows, 8, 0)
+def test_rows_outside_the_cache_decode_nothing_and_are_reported(
+    cuda: Any, host: Any, rng: np.random.Generator, start: int, rows: int
+) -> None:
+    args = dequant_args(rng, ("q8_0", "q5_1"), (32, 32), start, rows, 8, 0)
     got = run(cuda, "dequant_kv", **args)
     same(got, run(host, "dequant_kv", **args))
     assert np.array_equal(got.k_out, args["k_out"])
-    assert faults(got.health) == {Fault.SLOT_RANGE: FaultCount(count=1, layer=2, slot=max(start, 0))}
+    assert faults(got.health) == {Fault.SLOT_RANGE: FaultCount(count=1, layer=LAYER, slot=max(start, 0))}
 
 
 def test_rows_beyond_those_asked_for_are_never_read(cuda: Any, rng: np.random.Generator) -> None:
     formats, dims = ("q8_0", "q5_1"), (64, 64)
-    planes = cache_bytes(rng, formats, dims, 8)
-    whole = run(cuda, "dequant_kv", **dequant_args(formats, dims, planes, 0, 8, 8, 0))
+    args = dequant_args(rng, formats, dims, 0, 8, 8, 0)
+    whole = run(cuda, "dequant_kv", **args)
     # Planes that end with the last row asked for: a read beyond them leaves the allocation.
-    ending = [plane[:-8] for plane in planes]
-    part = run(cuda, "dequant_kv", **dequant_args(formats, dims, ending, 6, 2, 8, 0))
+    ending = {name: args[name][:-8] for name in "kv"}
+    part = run(cuda, "dequant_kv", **dequant_args(rng, formats, dims, 6, 2, 8, 0) | ending)
     assert same_floats(part.k_out, whole.k_out[6 * 64 :])
     assert same_floats(part.v_out, whole.v_out[6 * 64 :])
 
@@ -240,7 +232,7 @@ def test_counters_are_set_by_their_masks_and_no_other(cuda: Any, host: Any, rng:
 def test_many_copies_of_any_size_and_alignment_move_their_bytes_only(dev: Any, rng: np.random.Generator) -> None:
     sizes = [0, 1, 3, 4, 15, 16, 17, 255, 1000, 4096, 70_001, *rng.integers(0, 3000, 20).tolist()]
     room = sum(sizes) + 64 * len(sizes)
-    source, target = rng.integers(0, 256, room, np.uint8), poisoned(room, np.uint8)
+    source, target = rng.integers(0, 256, room, np.uint8), poison(room, np.uint8)
     src, dst = (CudaSlice(dev.memory, room, np.uint8) for _ in range(2))
     src.copy_from(source)
     dst.copy_from(target)

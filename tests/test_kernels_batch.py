@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 from checks import Array, faults
-from kernel_args import (
-    FORMAT_PAIRS,
+from kernel_runs import run, run_batch, same
+
+from memra_driver.check_args import (
     LAYER,
-    Names,
+    PAIRS,
+    Pair,
     append_args,
+    commit_args,
     conv_args,
-    counter_args,
     normal,
-    poisoned,
+    poison,
     prep_args,
     rows_args,
     scan_args,
     spread,
 )
-from kernel_runs import run, run_batch, same
-
 from memra_driver.health import Fault, FaultCount
 from memra_driver.layout import SeqC
 from memra_driver.memory import CudaSlice
@@ -47,10 +47,10 @@ def assert_single_calls_agree(dev: Any, kernel: str, sequences: list[dict[str, A
 # Batches
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS)
+@pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_appending_for_a_batch_is_appending_for_each(
-    dev: Any, rng: np.random.Generator, formats: Names, rows: int
+    dev: Any, rng: np.random.Generator, formats: Pair, rows: int
 ) -> None:
     sequences = []
     for pos in POSITIONS:
@@ -68,7 +68,7 @@ def test_a_sequence_that_is_full_is_reported_and_leaves_the_others_alone(dev: An
     ]
     results = run_batch(dev, "append_kv", sequences)
     for (pos, full), args, got in zip([(3, False), (7, True), (6, False), (0, True)], sequences, results, strict=True):
-        assert faults(got.health) == ({Fault.SLOT_RANGE: FaultCount(1, 3, pos)} if full else {})
+        assert faults(got.health) == ({Fault.SLOT_RANGE: FaultCount(1, LAYER, pos)} if full else {})
         assert (got.k.tobytes() == args["k"].tobytes()) == full
     assert_single_calls_agree(dev, "append_kv", sequences)
 
@@ -143,11 +143,11 @@ def test_a_taped_convolution_keeps_the_ring_and_the_inputs(
     args = conv_args(rng, rows, 131, d_conv)
     args["x"][7] = np.nan
     plain = run(dev, "conv_update", **args)
-    taped = run(dev, "conv_update", **args | {"tape": poisoned(rows * 131 + 5)})
+    taped = run(dev, "conv_update", **args | {"tape": poison(rows * 131 + 5)})
     assert taped.out.tobytes() == plain.out.tobytes()
     assert taped.conv_state.tobytes() == args["conv_state"].tobytes()
     assert taped.tape[:-5].tobytes() == args["x"].tobytes()
-    assert taped.tape[-5:].tobytes() == poisoned(5).tobytes()
+    assert taped.tape[-5:].tobytes() == poison(5).tobytes()
     assert np.array_equal(taped.health, plain.health)
 
 
@@ -159,11 +159,11 @@ def test_a_taped_scan_keeps_its_operands(
     args = scan_args(rng, rows, num_v, state_size)
     operands = np.concatenate([args[name].reshape(-1) for name in ("q", "k", "v", "g_log", "beta")])
     plain = run(dev, "gdn_scan", **args)
-    taped = run(dev, "gdn_scan", **args | {"tape": poisoned(operands.size + 5)})
+    taped = run(dev, "gdn_scan", **args | {"tape": poison(operands.size + 5)})
     assert taped.out.tobytes() == plain.out.tobytes()
     assert taped.state_out.tobytes() == plain.state_out.tobytes()
     assert taped.tape[:-5].tobytes() == operands.tobytes()
-    assert taped.tape[-5:].tobytes() == poisoned(5).tobytes()
+    assert taped.tape[-5:].tobytes() == poison(5).tobytes()
 
 
 @pytest.mark.parametrize("accept", [0, 1, 3, 5])
@@ -172,7 +172,7 @@ def test_a_tape_scanned_again_gives_the_state_after_the_accepted_rows(
 ) -> None:
     args = scan_args(rng, 5, 3, 64)
     sizes = {name: args[name].size for name in ("q", "k", "v", "g_log", "beta")}
-    tape = run(dev, "gdn_scan", **args | {"tape": poisoned(sum(sizes.values()))}).tape
+    tape = run(dev, "gdn_scan", **args | {"tape": poison(sum(sizes.values()))}).tape
     parts = dict(zip(sizes, np.split(tape, np.cumsum(list(sizes.values()))[:-1]), strict=True))
     again = args | parts | {"accept_d": np.array([accept], np.int32), "out": None}
     in_place = run(dev, "gdn_scan", **again | {"state_out": again["state_in"]})
@@ -204,7 +204,7 @@ def test_a_scan_takes_the_rows_that_the_device_says(
 def test_a_scan_of_a_count_outside_the_rows_writes_nothing_and_is_reported(
     dev: Any, rng: np.random.Generator, accept: int
 ) -> None:
-    args = scan_args(rng, 4, 2, 64) | {"accept_d": np.array([accept], np.int32), "tape": poisoned(4 * 2 * 194)}
+    args = scan_args(rng, 4, 2, 64) | {"accept_d": np.array([accept], np.int32), "tape": poison(4 * 2 * 194)}
     got = run(dev, "gdn_scan", **args)
     for name in ("state_in", "state_out", "out", "tape"):
         assert getattr(got, name).tobytes() == args[name].tobytes()
@@ -223,7 +223,7 @@ def test_a_commit_moves_the_masked_counters_and_the_position(
     dev: Any, rng: np.random.Generator, accept: int, move_pos: int, by_device: bool
 ) -> None:
     for edge in ({}, {"mask_lo": -1, "mask_hi": -1}, {"mask_lo": 0, "mask_hi": 0}, {"mask_lo": -(2**63), "mask_hi": 1}):
-        args = counter_args(rng, 40, accept, 7, move_pos=move_pos, **edge)
+        args = commit_args(rng, 40, accept, 7, move_pos=move_pos, **edge)
         if by_device:
             args |= {"accept": -5, "accept_d": np.array([accept], np.int32)}
         got = run(dev, "commit_counters", **args)
@@ -238,7 +238,7 @@ def test_a_commit_moves_the_masked_counters_and_the_position(
 def test_a_commit_of_a_count_outside_the_rows_is_one_of_none_and_is_reported_once(
     dev: Any, rng: np.random.Generator, accept: int, move_pos: int, by_device: bool
 ) -> None:
-    args = counter_args(rng, 40, accept, 7, move_pos=move_pos)
+    args = commit_args(rng, 40, accept, 7, move_pos=move_pos)
     if by_device:
         args |= {"accept": 3, "accept_d": np.array([accept], np.int32)}
     got = run(dev, "commit_counters", **args)

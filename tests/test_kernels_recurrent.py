@@ -10,12 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import close, faults, record, worst
-from kernel_args import ALONE, LAYER, SLOT, conv_args, poisoned, prep_args, rebuild_args, row_of, scan_args
+from checks import close, faults, worst
 from kernel_runs import run, same
 from vectors_data import Case, cases, name_of
 
+from memra_driver.check_args import ALONE, LAYER, SLOT, conv_args, poison, prep_args, rebuild_args, record, scan_args
 from memra_driver.health import Fault, FaultCount
+
+
+def row_of(args: dict[str, Any], row: int, *names: str) -> dict[str, Any]:
+    """The arguments of a launch for that row alone; the named arrays are token-major."""
+    rows = args["rows"]
+    parts = {name: args[name].reshape(rows, -1)[row].copy() for name in names}
+    slot = {"slot": args["slot"] + row} if "slot" in args else {}
+    return args | parts | slot | {"rows": 1}
 
 
 def nonfinite(count: int, slot: int) -> dict[Fault, FaultCount]:
@@ -82,7 +90,7 @@ def test_convolution_reports_runs_of_32_channels_with_a_bad_input(
 def test_silu_holds_at_both_ends(cuda: Any, host: Any) -> None:
     x = np.array([0, -0.0, 1, -1, 80, -80, 89, -89, 200, -200, 3e38, -3e38, 1e-40], np.float32)
     args = {
-        "x": x, "w": np.ones(x.size, np.float32), "conv_state": np.empty(0, np.float32), "out": poisoned(x.size),
+        "x": x, "w": np.ones(x.size, np.float32), "conv_state": np.empty(0, np.float32), "out": poison(x.size),
         "tape": None, "pos_d": None, "slot": 0, "rows": 1, "conv_dim": x.size, "d_conv": 1, **ALONE, "health": record(),
         "layer": 0,
     }  # fmt: skip
@@ -131,7 +139,7 @@ def test_an_accept_count_outside_the_rows_leaves_the_ring_and_is_reported(
 @pytest.mark.parametrize("case", cases("conv_update"), ids=name_of)
 def test_rings_equal_the_vectors_and_outputs_agree(cuda: Any, as_recorded: Any, case: Case) -> None:
     args = {
-        "x": case["x"], "w": case["w"], "conv_state": case["state0"], "out": poisoned(case["out"].size), "tape": None,
+        "x": case["x"], "w": case["w"], "conv_state": case["state0"], "out": poison(case["out"].size), "tape": None,
         "pos_d": None, "slot": 0, "rows": case.rows, "conv_dim": case.conv_dim, "d_conv": case.d_conv, **ALONE,
         "health": None, "layer": 0,
     }  # fmt: skip

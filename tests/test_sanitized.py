@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import standin
+
+from memra_driver import nvrtc
+from memra_driver.kernels import KERNELS
 
 pytestmark = pytest.mark.standin
 
@@ -23,16 +27,32 @@ ATTEND = (  # the shapes that take long run on the plain build only
     "test_attend_laws.py::test_any_bytes_in_the_planes_leave_rows_alone_and_together_alike",
     "test_attend_laws.py::test_a_slot_outside_the_cache_writes_nothing_and_is_reported",
 )
+CHECK = "import sys, standin; standin.load(); from memra_driver import cli; sys.exit(cli.main(sys.argv[1:]))"
 
 
-def test_no_kernel_leaves_its_memory_or_does_what_c_leaves_undefined() -> None:
+def on_the_sanitized_build(*arguments: str) -> str:
+    """What this Python prints with these arguments on sanitized kernels; it has to succeed."""
     reason = standin.missing()
     if reason:
         pytest.skip(reason)
     environment = standin.sanitized_environment()
     if environment is None:
         pytest.skip("gcc has no libasan here")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not host", *FILES, *ATTEND]
-    run = subprocess.run(command, cwd=standin.TESTS, env=environment, capture_output=True, text=True)
+    nvrtc.compile_all(["sm_90"])  # under a preloaded libasan NVRTC does not find its own libraries
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=standin.TESTS.parent, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
-    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 300
+    return run.stdout
+
+
+def test_no_kernel_leaves_its_memory_or_does_what_c_leaves_undefined() -> None:
+    tests = [f"tests/{each}" for each in (*FILES, *ATTEND)]
+    told = on_the_sanitized_build("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not host", *tests)
+    assert int(re.findall(r"(\d+) passed", told)[-1]) > 300
+
+
+def test_check_with_its_large_shapes_of_every_entry_of_attend_finds_nothing_either(tmp_path: Path) -> None:
+    arguments = ("check", "--device", "cuda:0", "--save", str(tmp_path / "red.npz"))
+    *found, last = on_the_sanitized_build("-c", CHECK, *arguments).splitlines()
+    assert last == f"ALL GREEN ({len(found)} checks)"
+    assert {line.split()[1] for line in found} == KERNELS.keys()
