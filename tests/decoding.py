@@ -125,20 +125,20 @@ class Lane:
                 whole.copy_from(np.concatenate(flat))
         return self
 
-    def run(self, cache: Any, layers: Sequence[int] | None = None) -> None:
-        """Enqueues the operations of the step; it stays open."""
+    def run(self, cache: Any, layers: Sequence[int] | None = None, calls: Any = ops) -> None:
+        """Enqueues the operations of the step; it stays open. calls: ops, or what has the same functions."""
         for il in self.kinds if layers is None else layers:
             e = self.owners[il]
             at = {name: part for (layer, name), part in self.at.items() if layer == il}
             if self.kinds[il] == "FULL":
-                ops.append_kv(e, cache, il, at["k"], at["v"])
-                ops.attend(e, cache, il, at["query"], at["attended"], scale=0.125)
+                calls.append_kv(e, cache, il, at["k"], at["v"])
+                calls.attend(e, cache, il, at["query"], at["attended"], scale=0.125)
                 continue
-            ops.conv_update(e, cache, il, at["x"], at["w"], at["convolved"])
+            calls.conv_update(e, cache, il, at["x"], at["w"], at["convolved"])
             made = [at[name] for name in MADE["LINEAR"]]
             gates = (at["alpha"], at["beta_raw"], at["dt_bias"], at["a"])
-            ops.gdn_prep(e, cache, il, at["convolved"], *gates, *made, eps=1e-6)
-            ops.gdn_scan(e, cache, il, *made, at["scanned"], scale=0.2)
+            calls.gdn_prep(e, cache, il, at["convolved"], *gates, *made, eps=1e-6)
+            calls.gdn_scan(e, cache, il, *made, at["scanned"], scale=0.2)
 
     def close(self) -> None:
         """Frees the buffers."""
