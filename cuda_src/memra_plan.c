@@ -112,15 +112,15 @@ static int place(memra_plan_own *own, memra_planned **sorted) {
         uint64_t offset = 0;
         int64_t begin = -1, end = -1;
         for (; i < own->n_planes && sorted[i]->device == device; i++) {
-            memra_planned *row = sorted[i], *next = i + 1 < own->n_planes ? sorted[i + 1] : NULL;
+            memra_planned *row = sorted[i];
             const memra_plane *plane = &planes[row->plane];
             if (row->plane == MEMRA_P_CONV_STATE && begin < 0) begin = (int64_t)offset;
             if (row->plane == MEMRA_P_SSM_STATE_ALT && end < 0) end = (int64_t)offset;
             row->offset = (int64_t)offset;
             plan->rows[plan->n_rows++] = (memra_plan_row){plane->name, row->layer, device, plane->dtype, 0,
                                                           row->len, row->n_bytes, row->offset};
-            const bool packed = plane->dtype == MEMRA_I32 && next && next->device == device &&
-                                planes[next->plane].dtype == MEMRA_I32;
+            /* The error record follows the counters, so that there is a next plane, of the same device. */
+            const bool packed = plane->dtype == MEMRA_I32 && planes[sorted[i + 1]->plane].dtype == MEMRA_I32;
             const uint64_t behind = offset + (uint64_t)row->n_bytes;
             offset = packed ? behind : (behind + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
             if (offset > INT64_MAX)

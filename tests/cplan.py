@@ -69,6 +69,20 @@ class Case:
         )  # fmt: skip
 
 
+def changed(case: Case, change: str, value: Any) -> Case:
+    """The case with one thing another: "max_ctx", "cfg.n_layer", "cfg.ssm.state_size", "options.max_rows", ..."""
+    head, *path = change.split(".")
+    if not path:
+        return Case(**{**vars(case), head: value})
+    whole = dict(vars(case)[head])
+    at = whole
+    for name in path[:-1]:
+        at[name] = dict(at[name])
+        at = at[name]
+    at[path[-1]] = value
+    return Case(**{**vars(case), head: whole})
+
+
 def ints(values: Sequence[int] | None, kind: Any = c_int32) -> Any:
     return None if values is None else (kind * len(values))(*values)
 

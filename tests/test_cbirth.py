@@ -12,7 +12,7 @@ from typing import Any
 import cplan
 import pytest
 from caches import POLICY, attention_only, gemma, tiny
-from cplan import Case, addresses, c_cache, c_device, library, new_cache
+from cplan import Case, addresses, c_cache, c_device, changed, library, new_cache
 from standin import Call, StandIn
 
 from memra_driver import driver, layout, native
@@ -51,12 +51,20 @@ CASES = {
     "mtp skipped": Case.of(MTP, 33, {}, {"skip_mtp_state": True, "reserve_logits": True}),
     "mtp that attends": Case.of(attention_only(4, nextn_predict_layers=2), 9, {}, {"skip_mtp_state": True}),
     "gemma": Case.of(gemma(shared=3), 33, {"wkv": False}),
+    "gemma, windows of more than an int": changed(
+        Case.of(gemma(), 5, {"gkv": False}), "cfg.gemma4.sliding_window", 2**32 - 1
+    ),
+    "step, windows and query heads by layer": changed(
+        Case.of(attention_only(), 5), "cfg.step35",
+        {"head_count": (4, 8, 2), "head_count_kv": (1, 1, 1), "swa_pattern": (True, False), "sliding_window": 9},
+    ),
+    "no query heads named": changed(Case.of(tiny(), 5), "cfg.n_head", 0),
     "gemma, nobody owns": Case.of(gemma(shared=6), 33),
     "reserved": Case.of(tiny(n_head=6), 33, {"v": "q4_0"}, {"reserve_logits": True, "reserve_taps": ((3, 0), 7)}),
     "no ring": Case.of(
         tiny(ssm=SsmConfig(conv_kernel=1, state_size=32, time_step_rank=2, group_count=1)), 5, {}, {"round_width": 1}
     ),
-}
+}  # fmt: skip
 MODEL = CASES["mtp"].cfg
 SPREAD = {
     "two": Case(MODEL, 33, {}, {"round_width": 2}, (0, 3, 9)),
@@ -410,6 +418,8 @@ def test_a_cache_outlives_its_device_without_harm(standin: StandIn) -> None:
 
 def test_a_forked_child_cannot_make_bind_or_free(standin: StandIn, two: list[Any]) -> None:
     case = SPREAD["two"]
+    with c_device() as gone:
+        orphan = new_cache(CASES["mtp"], [gone])
     with c_cache(case, two) as cache:
         devices = addresses(two)
         standin.clear_trace()
@@ -418,6 +428,7 @@ def test_a_forked_child_cannot_make_bind_or_free(standin: StandIn, two: list[Any
             refused = []
             for call in (
                 lambda: library().call("memra_cache_free", ctypes.pointer(cache)),
+                lambda: library().call("memra_cache_free", orphan),
                 lambda: library().call("memra_cache_bind", ctypes.pointer(cache), devices, 2),
                 lambda: new_cache(case, two),
             ):
@@ -426,8 +437,10 @@ def test_a_forked_child_cannot_make_bind_or_free(standin: StandIn, two: list[Any
                 except StateError as error:
                     refused.append("fork" in str(error))
             untouched = cache.state == CacheState.READY and standin.trace() == []
-            os._exit(0 if untouched and refused == [True] * 3 else 1)
+            planned = isinstance(cplan.outcome_of_c(case), tuple)  # which takes no device
+            os._exit(0 if untouched and planned and refused == [True] * 4 else 1)
         assert os.waitpid(child, 0)[1] == 0
+    library().call("memra_cache_free", orphan)
 
 
 # Python's caches

@@ -11,7 +11,7 @@ import cplan
 import numpy as np
 import pytest
 from caches import attention_only, gemma, tiny
-from cplan import Case, c_plan, library, outcome_of_c, outcome_of_python
+from cplan import Case, c_plan, changed, library, outcome_of_c, outcome_of_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,21 +146,6 @@ def test_500_random_models_are_planned_alike(rng: np.random.Generator) -> None:
 
 
 # Refusals
-
-
-def changed(case: Case, change: str, value: Any) -> Case:
-    """The case with one thing another: "max_ctx", "cfg.n_layer", "cfg.ssm.state_size", "options.max_rows", ..."""
-    head, *path = change.split(".")
-    if not path:
-        return Case(**{**vars(case), head: value})
-    whole = dict(vars(case)[head])
-    at = whole
-    for name in path[:-1]:
-        at[name] = dict(at[name])
-        at = at[name]
-    at[path[-1]] = value
-    return Case(**{**vars(case), head: whole})
-
 
 HYBRID = Case.of(tiny(n_layer=9, nextn_predict_layers=1))
 ATTENTION = Case.of(attention_only())
