@@ -9,8 +9,8 @@
  * Threads. A device, its caches, snapshots and graphs belong to one thread at a time; different devices may be driven
  * by different threads. Opening and closing devices, memra_last_error (per thread) and the layout table may be used
  * from any thread at any time. Every call makes the device's context current on its thread and leaves it so. After
- * fork() only memra_last_error, memra_abi_version and memra_layout_table may be called in the child: all else
- * returns MEMRA_ERR_STATE.
+ * fork() only memra_last_error, memra_abi_version, the tables, plans, policy and options may be used in the child: all
+ * else returns MEMRA_ERR_STATE.
  *
  * Arrays are addresses of the device that owns the layer: f32 unless said otherwise, C-contiguous, token-major,
  * 4-byte aligned, alive until the stream has passed. rows is T; 0 rows do nothing.
@@ -281,8 +281,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
 /* ---- The kernels: extern "C" entries of the cubins, and one function that launches each on the device's stream ----
  *
  * An entry's parameters are those of its function behind `device`: uint64_t is a pointer, int64_t a long long.
- * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs 1
- * without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, and a // b down.
+ * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs
+ * 1 without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
  *   append_kv          n_seqs * rows * ((kv_dim_k + kv_dim_v) // 32) / 8                      256       0
@@ -342,7 +342,7 @@ MEMRA_API int memra_launch_copy_many(
 MEMRA_API int memra_launch_copy_rows(
     memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
     int32_t columns, uint64_t health, int32_t layer);
-/* The entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is no more than 99 KiB.
+/* The entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is at most 99 KiB.
  * part has memra_attend_part_bytes of room. */
 MEMRA_API int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
