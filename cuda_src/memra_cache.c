@@ -281,6 +281,7 @@ int memra_cache_free(memra_cache *cache) {
         if (device && check_no_capture(device, "memra_cache_free") == MEMRA_ERR_STATE) return MEMRA_ERR_STATE;
     }
     cache->state = MEMRA_CLOSED;
+    memra_graphs_forget(cache);
     while (cache->snapshots) {
         memra_snapshot *snapshot = cache->snapshots;
         cache->snapshots = snapshot->next;

@@ -30,6 +30,7 @@ from memra_driver.errors import (
     OutOfMemory,
     StateError,
 )
+from memra_driver.kernels import KERNELS
 from memra_driver.layout import CacheState, Invalid
 from memra_driver.plan import CacheOptions
 
@@ -405,6 +406,23 @@ def test_the_end_lets_snapshots_go_and_releases_what_the_library_made(standin: S
     library().call("memra_cache_free", made)
     assert seen == [(11, 12, CacheState.CLOSED), (12, 0, CacheState.CLOSED)]
     assert [(snap.invalid, bool(snap.next)) for snap in snapshots] == [(Invalid.CACHE_CLOSED, False)] * 2
+
+
+def test_a_graph_that_moved_a_cache_is_not_launched_after_its_end(standin: StandIn) -> None:
+    with c_device() as device:
+        device.load(KERNELS["commit_counters"].source)
+        made, graph = new_cache(CASES["mtp"], [device]), ctypes.c_void_p()
+        device.call("memra_capture_begin", 0)
+        library().call("memra_advance", made, 1)
+        device.call("memra_capture_end", ctypes.byref(graph))
+        library().call("memra_graph_launch", graph)
+        assert made.contents.pos == 1
+        library().call("memra_cache_free", made)
+        standin.clear_trace()
+        with pytest.raises(StateError, match="the cache is closed"):
+            library().call("memra_graph_launch", graph)
+        assert standin.trace() == []
+        library().call("memra_graph_close", graph)
 
 
 def test_a_cache_outlives_its_device_without_harm(standin: StandIn) -> None:
