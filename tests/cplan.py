@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import standin
+from caches import attention_only, gemma, tiny
 
 from memra_driver import capi, layout, native
+from memra_driver.cache import Cache
 from memra_driver.capi.device import LibraryDevice
 from memra_driver.capi.layout import ConfigC, OptionsC, PlanC, PolicyC
 from memra_driver.capi.library import Library
@@ -224,3 +226,59 @@ def library_on(allocator: str, folder: Path) -> Library:
     native._run([*native.compiler(), "-std=c11", "-fPIC", "-c", "-o", str(made), str(folder / "allocator.c")])
     renamed = [f"-D{name}=memra_test_{name}" for name in ("malloc", "calloc", "free")]
     return Library(native.build(folder / "library", [*renamed, str(made)]))
+
+
+# ---- Cases of caches
+
+MTP = tiny(n_layer=9, nextn_predict_layers=1)
+CASES = {
+    "interval 4": Case.of(tiny(), 33),
+    "no linear layers": Case.of(attention_only(), 33),
+    "no attention layers": Case.of(tiny(n_layer=3), 33),
+    "no tokens": Case.of(MTP, 0),
+    "mtp": Case.of(MTP, 33, {}, {"round_width": 4, "max_rows": 7, "strict": True}),
+    "mtp skipped": Case.of(MTP, 33, {}, {"skip_mtp_state": True, "reserve_logits": True}),
+    "mtp that attends": Case.of(attention_only(4, nextn_predict_layers=2), 9, {}, {"skip_mtp_state": True}),
+    "gemma": Case.of(gemma(shared=3), 33, {"wkv": False}),
+    "gemma, windows of more than an int": changed(
+        Case.of(gemma(), 5, {"gkv": False}), "cfg.gemma4.sliding_window", 2**32 - 1
+    ),
+    "step, windows and query heads by layer": changed(
+        Case.of(attention_only(), 5), "cfg.step35",
+        {"head_count": (4, 8, 2), "head_count_kv": (1, 1, 1), "swa_pattern": (True, False), "sliding_window": 9},
+    ),
+    "no query heads named": changed(Case.of(tiny(), 5), "cfg.n_head", 0),
+    "gemma, nobody owns": Case.of(gemma(shared=6), 33),
+    "reserved": Case.of(tiny(n_head=6), 33, {"v": "q4_0"}, {"reserve_logits": True, "reserve_taps": ((3, 0), 7)}),
+    "no ring": Case.of(
+        tiny(ssm=SsmConfig(conv_kernel=1, state_size=32, time_step_rank=2, group_count=1)), 5, {}, {"round_width": 1}
+    ),
+}  # fmt: skip
+MODEL = CASES["mtp"].cfg
+SPREAD = {
+    "two": Case(MODEL, 33, {}, {"round_width": 2}, (0, 3, 9)),
+    "two, to the trunk's end": Case(MODEL, 33, {}, {"reserve_logits": True}, (0, 3, 8)),
+    "one twice": Case(
+        MODEL, 33, {}, {"reserve_taps": ((8, 0), 2), "reserve_logits": True}, (0, 3, 5, 9), (0, 1, 0)
+    ),
+    "recurrent layers on one of two": Case(MODEL, 33, {}, {}, (0, 7, 8)),
+}  # fmt: skip
+
+
+def handles(cache: layout.CacheC) -> list[int]:
+    """Whose devices they are, by memra_cache_device."""
+    return [each.handle for each in cache.devices[: cache.n_devices]]
+
+
+def image(cache: layout.CacheC) -> list[bytes]:
+    """The bytes of all structs of a cache."""
+    arrays = (cache.kv[: cache.n_layer], cache.recur[: cache.n_layer], cache.devices[: cache.n_devices])
+    return [bytes(cache), *(bytes(each) for array in arrays for each in array)]
+
+
+def of_python(case: Case, devices: list[Any]) -> Cache:
+    """The same cache on CudaDevs, one a stage."""
+    options = CacheOptions(**case.options)
+    policy = case.plan().policy
+    fence = case.fence or (0, case.model().n_layer)
+    return Cache.new_ppn(devices, fence, case.model(), case.max_ctx, policy=policy, options=options)
