@@ -125,22 +125,22 @@ static void keep(int *status, const char *call, CUresult code) {
  * one that came before. */
 static int take_apart(memra_device *device, int status) {
     for (struct memra_graph *graph = device->graphs; graph; graph = graph->next) { /* they can be closed still */
-        if (graph->exec) keep(&status, "cuGraphExecDestroy", memra_cu.cuGraphExecDestroy(graph->exec));
+        if (graph->exec) keep(&status, "cuGraphExecDestroy()", memra_cu.cuGraphExecDestroy(graph->exec));
         graph->exec = NULL;
     }
     while (device->scratch) {
         memra_scratch *scratch = device->scratch;
         device->scratch = scratch->next;
-        keep(&status, "cuMemFree", memra_device_free(device, scratch->ptr));
+        keep(&status, "cuMemFree()", memra_device_free(device, scratch->ptr));
         free(scratch);
     }
-    if (device->table) keep(&status, "cuMemFree", memra_device_free(device, device->table));
+    if (device->table) keep(&status, "cuMemFree()", memra_device_free(device, device->table));
     free(device->entries);
     for (int32_t i = 0; i < device->n_libraries; i++)
-        keep(&status, "cuLibraryUnload", memra_cu.cuLibraryUnload(device->libraries[i]));
-    if (device->owns_stream) keep(&status, "cuStreamDestroy", memra_cu.cuStreamDestroy(device->stream));
+        keep(&status, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));
+    if (device->owns_stream) keep(&status, "cuStreamDestroy()", memra_cu.cuStreamDestroy(device->stream));
     if (device->owns_context)
-        keep(&status, "cuDevicePrimaryCtxRelease", memra_cu.cuDevicePrimaryCtxRelease(device->device));
+        keep(&status, "cuDevicePrimaryCtxRelease()", memra_cu.cuDevicePrimaryCtxRelease(device->device));
     free(device);
     return status;
 }
@@ -185,11 +185,11 @@ int memra_device_close(memra_device *device) {
     MEMRA_TRY(MEMRA_CU(cuCtxGetCurrent, (&before)));
     int status = MEMRA_OK;
     const CUresult bound = before == device->context ? 0 : memra_cu.cuCtxSetCurrent(device->context);
-    keep(&status, "cuCtxSetCurrent", bound);
+    keep(&status, "cuCtxSetCurrent()", bound);
     if (!bound) MEMRA_TRY(check_no_capture(device));
     const CUcontext context = device->context;
     if (!take_out(device)) return memra_fail(MEMRA_ERR_STATE, "the device is closed");
-    keep(&status, "cuStreamSynchronize", memra_cu.cuStreamSynchronize(device->stream));
+    keep(&status, "cuStreamSynchronize()", memra_cu.cuStreamSynchronize(device->stream));
     status = take_apart(device, status);
     if (before != context) (void)memra_cu.cuCtxSetCurrent(before);
     return status;

@@ -91,7 +91,7 @@ extern memra_cuda memra_cu;
 int memra_cuda_load(void);
 int memra_check_fork(void);  /* refused in a child of a process that had used the driver */
 /* memra_cu.f(...) as a status: `MEMRA_TRY(MEMRA_CU(cuMemFree, (ptr)))`. */
-#define MEMRA_CU(f, arguments) memra_cuda_status(#f, memra_cu.f arguments)
+#define MEMRA_CU(f, arguments) memra_cuda_status(#f "()", memra_cu.f arguments)
 int memra_cuda_status(const char *call, CUresult code);
 
 /* ---- Devices (memra_device.c) and kernels (memra_kernels.c) ---- */

@@ -66,11 +66,15 @@ static int load(memra_device *device, span image, int *n_found) {
     if (device->n_libraries == MEMRA_MAX_LIBRARIES)
         return memra_fail(MEMRA_ERR_CAPACITY, "memra_device_load: a device takes %d cubins", MEMRA_MAX_LIBRARIES);
     CUlibrary library = NULL;
-    MEMRA_TRY(MEMRA_CU(cuLibraryLoadData, (&library, image.bytes, NULL, NULL, 0, NULL, NULL, 0)));
+    char call[64];
+    snprintf(call, sizeof call, "cuLibraryLoadData(%llu bytes)", (unsigned long long)image.n_bytes);
+    const CUresult code = memra_cu.cuLibraryLoadData(&library, image.bytes, NULL, NULL, 0, NULL, NULL, 0);
+    MEMRA_TRY(memra_cuda_status(call, code));
     int status = MEMRA_OK;
     for (int k = 0; k < MEMRA_N_KERNELS && status == MEMRA_OK; k++) {
         if (!found[k]) continue;
-        status = MEMRA_CU(cuLibraryGetKernel, (&kernels[k], library, memra_kernel_names[k]));
+        snprintf(call, sizeof call, "cuLibraryGetKernel(%s)", memra_kernel_names[k]);
+        status = memra_cuda_status(call, memra_cu.cuLibraryGetKernel(&kernels[k], library, memra_kernel_names[k]));
         if (status == MEMRA_OK) status = memra_kernel_prepare((enum memra_kernel)k, kernels[k], device->device);
     }
     if (status != MEMRA_OK) {

@@ -136,7 +136,7 @@ int memra_device_table(memra_device *device, int32_t n) {
     device->n_entries = 0;
     if (!old) return MEMRA_OK;
     if (!device->has_pools) MEMRA_TRY(MEMRA_CU(cuStreamSynchronize, (device->stream)));
-    return memra_cuda_status("cuMemFree", memra_device_free(device, old));
+    return memra_cuda_status("cuMemFree()", memra_device_free(device, old));
 }
 
 /* Brings the entries to the device, unless they are there already. */

@@ -7,6 +7,7 @@ have one name and never share a process.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import secrets
@@ -19,9 +20,21 @@ import pytest
 import standin as standin_module
 from checks import close
 
-MISUSE = (
-    "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it"
+MARKERS = (
+    "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it",
+    "not_through_c: counts what CudaDev does for itself; not run on devices of the C library",
 )
+# Files whose CUDA devices are CudaDevs and, in a second turn, devices of the C library (capi.CDev). Left out are those
+# that look at CudaDev's own allocations, or at kernels that are the same whoever launches them.
+THROUGH_C = {
+    f"test_{name}"
+    for name in (
+        "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
+        "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads", "many_layers", "ops",
+        "ops_arguments", "ops_results", "pipeline", "rollback", "round", "round_calls", "round_rules", "snapshots",
+        "steps", "taps", "threads",
+    )
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", MISUSE)
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
     if config.getoption("--gpu"):
@@ -49,15 +63,23 @@ def _keep_context() -> None:
         raise pytest.UsageError(f"--gpu: {error}") from None
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    through_c = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
+    if through_c and not any(metafunc.definition.iter_markers("not_through_c")):
+        metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu = config.getoption("--gpu")
 
     def belongs(item: pytest.Item) -> bool:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in params.values())
+        if on_host and params.get("cuda_kind") == "c":
+            return False
         if not gpu:
             return item.get_closest_marker("gpu") is None
         fixtures = getattr(item, "fixturenames", ())
-        params = getattr(getattr(item, "callspec", None), "params", {}).values()
-        on_host = any(isinstance(value, str) and value == "host" for value in params)
         uses_cuda = "make_dev" in fixtures or item.get_closest_marker("gpu") is not None
         return uses_cuda and not on_host and item.get_closest_marker("standin") is None and "standin" not in fixtures
 
@@ -106,18 +128,43 @@ MakeDev = Callable[..., Any]
 
 
 @pytest.fixture
-def make_dev(request: pytest.FixtureRequest) -> Iterator[MakeDev]:
+def cuda_kind(request: pytest.FixtureRequest) -> str:
+    """What make_dev("cuda") makes: "cuda" a CudaDev, "c" a device of the C library."""
+    return getattr(request, "param", "cuda")
+
+
+@functools.cache
+def c_library_missing() -> str | None:
+    """Why there is no C library here, or None; the package's own is brought up to date."""
+    from memra_driver import native
+    from memra_driver.errors import CompileError
+
+    try:
+        native.build()
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture
+def make_dev(request: pytest.FixtureRequest, cuda_kind: str) -> Iterator[MakeDev]:
     """make_dev("host" | "cuda", ordinal=0, **options) -> a device; all are closed after the test."""
     if not request.config.getoption("--gpu") and standin_module.missing() is None:
         request.getfixturevalue("standin")
     made: list[Any] = []
 
     def make(kind: str, ordinal: int = 0, **options: Any) -> Any:
+        from memra_driver.capi import CDev
         from memra_driver.kvdev import CudaDev, HostDev
 
-        if kind == "cuda" and not request.config.getoption("--gpu"):
+        if kind == "host":
+            made.append(HostDev(**options))
+            return made[-1]
+        if not request.config.getoption("--gpu"):
             request.getfixturevalue("standin")  # skips, with the reason, where it cannot be built
-        made.append(HostDev(**options) if kind == "host" else CudaDev(ordinal, **options))
+        if cuda_kind == "c" and c_library_missing():
+            pytest.skip(c_library_missing())
+        made.append((CDev if cuda_kind == "c" else CudaDev)(ordinal, **options))
         return made[-1]
 
     yield make
@@ -133,7 +180,7 @@ def dev(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
 
 @pytest.fixture
 def cuda(make_dev: MakeDev) -> Any:
-    """A CudaDev: on the stand-in, or with --gpu on the GPU."""
+    """A CUDA device: on the stand-in, or with --gpu on the GPU."""
     return make_dev("cuda")
 
 

@@ -177,13 +177,14 @@ def test_a_failed_birth_leaves_no_byte_behind(make_dev: MakeDev, standin: StandI
     def born() -> Cache:
         return Cache.new_pp2(*devices, 3, tiny(), 16, policy=POLICY)
 
+    held = standin.live_bytes()
     standin.clear_trace()
     born().close()
     calls = [call.name for call in standin.trace() if "Free" not in call.name]
     assert len(calls) == (4 if arena else len(calls))
     for nth, call in enumerate(calls, start=1):
         fails(standin, nth, call, born)
-        assert standin.live_bytes() == 0
+        assert standin.live_bytes() == held
     born().close()
 
 
@@ -250,6 +251,7 @@ def test_a_digest_that_cannot_read_changes_nothing(make_dev: MakeDev, standin: S
 # Memory that runs out
 
 
+@pytest.mark.not_through_c  # has its table from birth
 def test_a_table_that_cannot_be_allocated_changes_nothing(make_dev: MakeDev, standin: StandIn) -> None:
     s = scene(make_dev, 1, "mixed")
     before = image(s.cache)
@@ -271,13 +273,13 @@ def test_a_free_that_fails_is_reported_and_keeps_no_other_from_being_made(
     make_dev: MakeDev, standin: StandIn, arena: bool
 ) -> None:
     e = make_dev("cuda", arena=arena)
-    cache = Cache.new(e, tiny(), 16, policy=POLICY)
     held = standin.live_count()
+    cache = Cache.new(e, tiny(), 16, policy=POLICY)
     standin.fail("cuMemFreeAsync", 1, CODE)
     with pytest.raises(DriverError, match="cuMemFreeAsync"):
         cache.close()
     assert cache.state is CacheState.CLOSED
-    assert standin.live_count() == 1 <= held
+    assert standin.live_count() == held + 1
     cache.close()
 
 

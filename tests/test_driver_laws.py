@@ -194,7 +194,7 @@ def test_a_change_of_the_counters_is_one_launch(e: Any, standin: StandIn, cache:
 
 
 def test_every_operation_is_one_launch_on_the_owners_stream(e: Any, standin: StandIn, cache: Cache) -> None:
-    e.kernels.plan("dequant_kv")  # the others are loaded by a step
+    e.kernels.load_all()
     for rows in (1, 3):
         cache.reset(e)
         Feed(cache).step(rows)
