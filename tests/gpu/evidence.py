@@ -1,9 +1,9 @@
 """Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
 
-    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [runs]      (all four when none is named)
+    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [embed] [runs]      (all five when none is named)
 
 suite: `pytest --gpu tests`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer
-over `check --small`, where every plane is an allocation of its own. runs: the main job on two models. The last lines
+over `check --small`, where every plane is an allocation of its own. embed: the same over the engine in C. runs: the main job on two models. The last lines
 are a table; the exit status is 1 where anything failed.
 """
 
@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -81,23 +82,44 @@ def check() -> list[Line]:
     return [("check", status == 0, said, time.monotonic() - begin)]
 
 
+def sanitized(tool: str, *command: str) -> tuple[Line, str]:
+    """What a tool of compute-sanitizer says of a command, and all that was printed."""
+    begin = time.monotonic()
+    status, text = called("compute-sanitizer", "--tool", tool, "--error-exitcode", "7", *command)
+    summary = re.findall(r"=+ (.*SUMMARY.*)", text)
+    if status:
+        print(text[-3000:])
+    return (tool, status == 0 and bool(summary), summary[-1] if summary else "no summary", time.monotonic() - begin), text
+
+
 def sanitizers() -> list[Line]:
     lines, tools = [], {}
     command = ["check", "--device", DEVICE, "--small", "--json"]
     for tool in TOOLS:
-        begin = time.monotonic()
-        status, text = called("compute-sanitizer", "--tool", tool, "--error-exitcode", "7", *CLI, *command)
-        summary = re.findall(r"=+ (.*SUMMARY.*)", text)
+        (_, passed, said, seconds), text = sanitized(tool, *CLI, *command)
         found = summary_of(text)
-        tools[tool] = {
-            "summary": summary[-1] if summary else None, "exit_status": status,
-            "checks": found.get("checks"), "failed": found.get("failed"),
-        }  # fmt: skip
-        said = f"{tools[tool]['summary']}, {found.get('checks')} checks, {found.get('failed')} failed"
-        lines.append((tool, status == 0 and bool(summary), said, time.monotonic() - begin))
-        if status:
-            print(text[-3000:])
+        tools[tool] = {"summary": said, "passed": passed, "checks": found.get("checks"), "failed": found.get("failed")}
+        lines.append((tool, passed, f"{said}, {found.get('checks')} checks, {found.get('failed')} failed", seconds))
     keep("sanitizers", {"command": f"compute-sanitizer --tool TOOL memra-driver {' '.join(command)}", "tools": tools})
+    return lines
+
+
+def embed() -> list[Line]:
+    from memra_driver import get_cubins, get_include, native
+    from memra_driver.device import CudaContext
+
+    lines, tools = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        library, program = native.build(Path(folder)).parent, f"{folder}/engine"
+        source = str(TESTS / "embed" / "engine.c")
+        flags = [f"-I{get_include()}", f"-L{library}", "-lmemra_driver", f"-Wl,-rpath,{library}"]
+        subprocess.run(["gcc", "-std=c11", "-g", source, "-o", program, *flags], check=True)
+        cubins = str(Path(get_cubins(CudaContext(0).arch)[0]).parent)
+        for tool in TOOLS:
+            (_, passed, said, seconds), text = sanitized(tool, program, cubins)
+            tools[tool] = {"summary": said, "passed": passed, "printed": re.findall(r"^\w+ \d+ [0-9a-f]{64}$", text, re.M)}
+            lines.append((f"engine.c, {tool}", passed and len(tools[tool]["printed"]) == 4, said, seconds))
+    keep("embed", {"command": "compute-sanitizer --tool TOOL engine CUBINS", "tools": tools})
     return lines
 
 
@@ -112,7 +134,7 @@ def runs() -> list[Line]:
 
 
 def main(asked: list[str]) -> int:
-    parts = {"suite": suite, "check": check, "sanitizers": sanitizers, "runs": runs}
+    parts = {"suite": suite, "check": check, "sanitizers": sanitizers, "embed": embed, "runs": runs}
     unknown = set(asked) - set(parts)
     if unknown:
         print(f"{sorted(unknown)} are no parts; there are {list(parts)}")
