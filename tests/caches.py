@@ -175,6 +175,18 @@ def image(cache: Cache, *snapshots: Any) -> dict[str, Any]:
     return seen
 
 
+def beside(cache: Cache) -> dict[str, Any]:
+    """What `image` leaves out: every buffer by name and address, parked logits, and the tap sink."""
+    logits, sink, c = cache.last_logits_dev, cache.dflash_taps, cache.as_c().contents
+    seen: dict[str, Any] = {"regions": cache.regions(), "round": cache.open_round, "logits_at": cache.logits_at}
+    seen["present"] = c.last_logits_dev.present, c.dflash_taps.present
+    if logits is not None:
+        seen["logits"] = logits.ptr, logits.to_numpy().tobytes()
+    if sink is not None:
+        seen["taps"] = list(sink.layer_ids), sink.hidden, sink.t, sink.buf.ptr, sink.buf.to_numpy().tobytes()
+    return seen
+
+
 def device_counters(cache: Cache) -> tuple[dict[int, int], set[int]]:
     """len_d by layer, and the set of pos_d over the devices."""
     lens = {il: int(layer.len_d.to_numpy()[0]) for il, layer in enumerate(cache.kv) if layer is not None}

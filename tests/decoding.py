@@ -1,22 +1,24 @@
-"""Whole steps of a small hybrid model over fixed buffers, and what plain decoding of any tokens leaves.
+"""Whole steps of a small model over fixed buffers, and what plain decoding of any tokens leaves.
 
 Inputs are a function of layer, position and token, so a row that was rejected differs from the one that stands there
 later. A `Lane` has the buffers of one step; a captured step reads them again at each launch. The `Oracle` decodes one
-token at a time and keeps every past state. A `Player` drives a cache and knows which tokens stand in it.
+token at a time, keeps every past state, and holds each attention against float64. A `Player` drives a cache and knows
+which tokens stand in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from attend_runs import TOLERANCE, oracle
 from caches import POLICY, device_counters, rows_of
 
 from memra_driver import ops
 from memra_driver.cache import Cache, CacheState
-from memra_driver.config import ModelConfig, SsmConfig
+from memra_driver.config import LayerKind, ModelConfig, SsmConfig
 from memra_driver.formats import FormatPolicy
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
@@ -25,8 +27,13 @@ WIDTH = 4
 MAX_CTX = 64
 OPTIONS = CacheOptions(round_width=WIDTH, max_rows=8)
 TRUE, WRONG = 0, 1  # tokens: what stands in the end, and what a draft got wrong
-INPUTS = {"FULL": ("k", "v", "query"), "LINEAR": ("x", "alpha", "beta_raw")}
-RESULTS = {"FULL": ("attended",), "LINEAR": ("convolved", "scanned")}
+HIDDEN = 8  # elements of a row of the residual stream, as far as it is tapped
+SCALE = 0.125  # of attention
+INPUTS = {
+    "FULL": ("k", "v", "query", "residual"), "BORROWING": ("query", "residual"),
+    "LINEAR": ("x", "alpha", "beta_raw", "residual"),
+}  # fmt: skip
+RESULTS = {"FULL": ("attended",), "BORROWING": ("attended",), "LINEAR": ("convolved", "scanned")}
 
 
 def hybrid(**changes: Any) -> ModelConfig:
@@ -42,6 +49,8 @@ def hybrid(**changes: Any) -> ModelConfig:
 def kind_of(cache: Any, il: int) -> str | None:
     if cache.members[0].kv[il] is not None:
         return "FULL"
+    if cache.cfg.layer_kind(il) is LayerKind.FULL and not cache.cfg.owns_kv(il):
+        return "BORROWING"
     return None if cache.members[0].recur[il] is None else "LINEAR"
 
 
@@ -49,7 +58,7 @@ def columns(cfg: ModelConfig, il: int) -> dict[str, int]:
     """Elements per row of everything that a step of layer il reads, makes and leaves."""
     hk, hv = cfg.head_dims(il)
     sizes = {"k": cfg.kv_heads(il) * hk, "v": cfg.kv_heads(il) * hv}
-    sizes |= {"query": cfg.heads(il) * hk, "attended": cfg.heads(il) * hv}
+    sizes |= {"query": cfg.heads(il) * hk, "attended": cfg.heads(il) * hv, "residual": HIDDEN}
     if cfg.ssm is not None:
         heads, states = cfg.ssm.time_step_rank, cfg.ssm.time_step_rank * cfg.ssm.state_size
         sizes |= dict.fromkeys(("x", "convolved"), cfg.ssm.conv_dim)
@@ -58,7 +67,7 @@ def columns(cfg: ModelConfig, il: int) -> dict[str, int]:
     return sizes
 
 
-MADE = {"FULL": (), "LINEAR": ("sq", "sk", "sv", "g_log", "beta")}
+MADE = {"FULL": (), "BORROWING": (), "LINEAR": ("sq", "sk", "sv", "g_log", "beta")}
 
 
 class Lane:
@@ -125,20 +134,26 @@ class Lane:
                 whole.copy_from(np.concatenate(flat))
         return self
 
-    def run(self, cache: Any, layers: Sequence[int] | None = None, calls: Any = ops) -> None:
-        """Enqueues the operations of the step; it stays open. calls: ops, or what has the same functions."""
+    def run(self, cache: Any, layers: Sequence[int] | None = None, taps: Sequence[int] = (), calls: Any = ops) -> None:
+        """Enqueues the operations of the step, and after the layers of `taps` the tap; the step stays open.
+
+        calls: ops, or what has the same functions.
+        """
         for il in self.kinds if layers is None else layers:
             e = self.owners[il]
             at = {name: part for (layer, name), part in self.at.items() if layer == il}
-            if self.kinds[il] == "FULL":
-                calls.append_kv(e, cache, il, at["k"], at["v"])
-                calls.attend(e, cache, il, at["query"], at["attended"], scale=0.125)
-                continue
-            calls.conv_update(e, cache, il, at["x"], at["w"], at["convolved"])
-            made = [at[name] for name in MADE["LINEAR"]]
-            gates = (at["alpha"], at["beta_raw"], at["dt_bias"], at["a"])
-            calls.gdn_prep(e, cache, il, at["convolved"], *gates, *made, eps=1e-6)
-            calls.gdn_scan(e, cache, il, *made, at["scanned"], scale=0.2)
+            if self.kinds[il] == "LINEAR":
+                calls.conv_update(e, cache, il, at["x"], at["w"], at["convolved"])
+                made = [at[name] for name in MADE["LINEAR"]]
+                gates = (at["alpha"], at["beta_raw"], at["dt_bias"], at["a"])
+                calls.gdn_prep(e, cache, il, at["convolved"], *gates, *made, eps=1e-6)
+                calls.gdn_scan(e, cache, il, *made, at["scanned"], scale=0.2)
+            else:
+                if self.kinds[il] == "FULL":
+                    calls.append_kv(e, cache, il, at["k"], at["v"])
+                calls.attend(e, cache, il, at["query"], at["attended"], scale=SCALE)
+            if il in taps:
+                calls.tap_write(e, cache, il, at["residual"])
 
     def close(self) -> None:
         """Frees the buffers."""
@@ -164,14 +179,25 @@ class Moment:
 _moments: dict[tuple[str, str], dict[tuple[int, ...], Moment]] = {}
 
 
-class Oracle:
-    """Decodes one token at a time, and remembers every state by the tokens that led to it."""
+Reads = Mapping[int, tuple[int, int]]  # by attending layer: the layer whose K/V it reads, and its window (0: all)
 
-    def __init__(self, e: Any, cfg: ModelConfig | None = None, policy: FormatPolicy = POLICY) -> None:
+
+class Oracle:
+    """Decodes one token at a time, and remembers every state by the tokens that led to it.
+
+    What a layer attends to is compared with NumPy in float64; without `reads` each reads all of its own K/V.
+    """
+
+    def __init__(
+        self, e: Any, cfg: ModelConfig | None = None, policy: FormatPolicy = POLICY, reads: Reads | None = None
+    ) -> None:
         cfg = hybrid() if cfg is None else cfg
         self.e = e
         self.cache = Cache.new(e, cfg, MAX_CTX, policy=policy)
         self.lane = Lane(self.cache, 1)
+        attending = [il for il, kind in self.lane.kinds.items() if kind != "LINEAR"]
+        self.reads = {il: (il, 0) for il in attending} if reads is None else reads
+        assert [*self.reads] == attending
         # Kinds of device differ in the last bits of expf.
         self.moments = _moments.setdefault((type(e).__name__, repr((cfg, policy))), {})
         self.stands: tuple[int, ...] | None = ()
@@ -189,7 +215,25 @@ class Oracle:
             self.cache.advance(self.e)
             self.stands = tokens[: n + 1]
             self.moments[self.stands] = self._keep(self.lane.results()[0])
+            for il in self.reads:
+                self.check_attended(self.stands, il, self.moments[self.stands].results[il, "attended"])
         return self.moments[tokens]
+
+    def check_attended(self, tokens: Sequence[int], il: int, attended: bytes, window: int | None = None) -> None:
+        """`attended` of the last of `tokens` is near float64 attention over the rows that stood then."""
+        source, width = self.reads[il]
+        layer, planes, rows = self.cache.kv[source], self.at(tokens).planes, len(tokens)
+        assert layer is not None
+        expected = oracle({
+            "q": rows_of(tokens[-1], il, "query", rows - 1, 1, columns(self.cache.cfg, il)["query"]),
+            "k": planes[source, "k"][: rows * layer.k_tok_bytes], "v": planes[source, "v"][: rows * layer.v_tok_bytes],
+            "k_tok_bytes": layer.k_tok_bytes, "v_tok_bytes": layer.v_tok_bytes, "k_format": layer.k_format,
+            "v_format": layer.v_format, "head_dim_k": layer.head_dim_k, "head_dim_v": layer.head_dim_v, "rows": 1,
+            "slot": rows - 1, "n_head": self.cache.cfg.heads(il), "n_head_kv": layer.n_head_kv, "scale": SCALE,
+            "window": width if window is None else window,
+        })  # fmt: skip
+        apart = np.abs(np.frombuffer(attended, np.float32).reshape(expected.shape) - expected).max()
+        assert apart <= TOLERANCE * np.abs(expected).max(), f"layer {il} at position {rows - 1}: {apart}"
 
     def close(self) -> None:
         """Frees the cache; what it has seen stays known."""
@@ -237,16 +281,16 @@ class Player:
         """Where the next row stands, whether the host knows it or not."""
         return self.cache.pos if self.cache.state is CacheState.PENDING_REPLAY else len(self.tokens)
 
-    def run(self, tokens: Sequence[int], layers: Sequence[int] | None = None) -> Lane:
+    def run(self, tokens: Sequence[int], layers: Sequence[int] | None = None, taps: Sequence[int] = ()) -> Lane:
         """The operations of a step of these tokens, without its end."""
         lane = self.lane(len(tokens)).fill((self.start, tokens))
-        lane.run(self.cache, layers)
+        lane.run(self.cache, layers, taps)
         return lane
 
-    def step(self, *tokens: int) -> None:
+    def step(self, *tokens: int, taps: Sequence[int] = ()) -> None:
         """A whole step; what each row put out is what plain decoding puts out there."""
         start = self.start
-        lane = self.run(tokens)
+        lane = self.run(tokens, taps=taps)
         self.cache.advance(self.e, len(tokens))
         before = self.tokens[:start]
         self.tokens[start : start + len(tokens)] = tokens
@@ -273,12 +317,30 @@ class Player:
         assert device_counters(cache) == (lens, {n})
         assert cache.digest() == self.oracle.at(self.tokens).digest
 
+    def check_pending(self, lens: dict[int, int]) -> None:
+        """K/V stands at `lens`, ring and state at pos, as plain decoding left them there."""
+        cache, n = self.cache, len(self.tokens)
+        assert (cache.state, cache.replay_to, cache.step_rows) == (CacheState.PENDING_REPLAY, n, 0)
+        assert {il: layer.len for il, layer in enumerate(cache.kv) if layer is not None} == lens
+        assert device_counters(cache) == (lens, {cache.pos})
+        written, begun = self.oracle.at(self.tokens).planes, self.oracle.at(self.tokens[: cache.pos]).planes
+        for il, layer in enumerate(cache.kv):
+            if layer is not None:
+                for name, tok_bytes in (("k", layer.k_tok_bytes), ("v", layer.v_tok_bytes)):
+                    stands = getattr(layer, name).to_numpy()[: lens[il] * tok_bytes]
+                    assert stands.tobytes() == written[il, name][: lens[il] * tok_bytes].tobytes(), (il, name)
+        for il, state in enumerate(cache.recur):
+            if state is not None:
+                assert state.conv_state.to_numpy().tobytes() == begun[il, "conv"].tobytes(), il
+                assert state.ssm_state.to_numpy().tobytes() == begun[il, "ssm"].tobytes(), il
+
 
 def player_on(
-    e: Any, cfg: ModelConfig | None = None, options: CacheOptions = OPTIONS, policy: FormatPolicy = POLICY
-) -> Player:
+    e: Any, cfg: ModelConfig | None = None, options: CacheOptions = OPTIONS, policy: FormatPolicy = POLICY, *,
+    reads: Reads | None = None, max_ctx: int = MAX_CTX,
+) -> Player:  # fmt: skip
     cfg = hybrid() if cfg is None else cfg
-    return Player(Cache.new(e, cfg, MAX_CTX, policy=policy, options=options), Oracle(e, cfg, policy))
+    return Player(Cache.new(e, cfg, max_ctx, policy=policy, options=options), Oracle(e, cfg, policy, reads))
 
 
 def draft(rows: int, accept: int) -> list[int]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from caches import POLICY, addresses, image
-from decoding import MAX_CTX, OPTIONS, TRUE, WIDTH, WRONG, Lane, Player, begin, draft, play, player_on
+from caches import POLICY, image
+from decoding import OPTIONS, TRUE, WIDTH, Lane, Player, begin, draft, play, player_on
+from recordings import launch_by_hand, recorded, warm
 
-from memra_driver import driver
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache, CacheState
-from memra_driver.config import ModelConfig
 from memra_driver.errors import ConfigError, StateError
-from memra_driver.graph import Graph
 from memra_driver.round import Round
 
 
@@ -26,62 +21,6 @@ def player(dev: Any) -> Any:
     player = player_on(dev)
     yield player
     player.close()
-
-
-class Recorded:
-    """A captured step, or a captured round with its count on the device, and the buffers that it reads."""
-
-    def __init__(self, player: Player, rows: int, *, a_round: bool = False, accept: int | None = None) -> None:
-        self.player, self.rows, self.a_round, self.accept = player, rows, a_round, accept
-        self.lane = Lane(player.cache, rows)
-        self.count = player.e.htod_i32([0])
-        cache, e = player.cache, player.e
-        with e.capture() as self.graph:
-            if not a_round:
-                self.lane.run(cache)
-                cache.advance(e, rows)
-                return
-            with Round(cache, e, width=WIDTH) as r:
-                self.lane.run(cache)
-                if accept is None:
-                    r.commit_from_device(self.count)
-                else:
-                    r.commit(accept)
-
-    def fill(self, tokens: list[int], accept: int = 0) -> None:
-        self.lane.fill((self.player.start, tokens))
-        self.count.copy_from(np.array([accept], np.int32))
-
-    def step(self, *tokens: int, look: bool = True) -> None:
-        self.fill(list(tokens))
-        self.graph.launch()
-        if look:
-            self.player.check_results(self.lane, self.player.tokens, tokens)
-        self.player.tokens += tokens
-
-    def play(self, accept: int, *, look: bool = True) -> None:
-        tokens = draft(self.rows, accept)
-        self.fill(tokens, accept)
-        self.graph.launch()
-        if look:
-            self.player.check_results(self.lane, self.player.tokens, tokens)
-        self.player.tokens += tokens[:accept]
-
-    def close(self) -> None:
-        self.graph.close()
-        self.lane.close()
-
-
-@contextmanager
-def recorded(*args: Any, **options: Any) -> Iterator[Recorded]:
-    made = Recorded(*args, **options)
-    yield made
-    made.close()
-
-
-def warm(player: Player) -> None:
-    """Room for attention of the widest step, which a capture cannot make."""
-    play(player, WIDTH, 0)
 
 
 def test_a_capture_runs_nothing_and_moves_nothing(player: Player) -> None:
@@ -180,88 +119,6 @@ def test_a_step_and_a_round_fit_into_one_capture(player: Player) -> None:
     player.cache.settle(player.e)
     player.check()
     graph.close()
-
-
-# Any order
-
-
-def test_replays_mix_with_everything_else_and_no_address_ever_changes(
-    player: Player, request: pytest.FixtureRequest
-) -> None:
-    slow = type(player.e).__name__ == "CudaDev" and not request.config.getoption("--gpu")
-    walk(player, 60 if slow else 200)
-
-
-@pytest.mark.gpu
-def test_replays_mix_with_everything_else_on_the_geometry_of_a_model(cuda: Any) -> None:
-    player = player_on(cuda, ModelConfig.from_preset("qwen3.5-9b"))
-    walk(player, 200)
-    player.close()
-
-
-def walk(player: Player, walks: int) -> None:
-    """Every walk begins where the last one ended: on either parity, at any position."""
-    cache, e, chance = player.cache, player.e, random.Random(30)
-    player.step(TRUE, TRUE)
-    warm(player)
-    step, verify = Recorded(player, 1), Recorded(player, 2)
-    a_round = Recorded(player, WIDTH, a_round=True)
-    snap = cache.snapshot(e)
-    stood = list(player.tokens)
-    before = addresses(cache), cache.regions()
-
-    def reset() -> None:
-        nonlocal stood
-        cache.reset(e)
-        player.tokens, stood = [], []
-        cache.snapshot_into(e, snap)
-
-    def roll_back() -> None:
-        speculated = chance.randint(0, 2)
-        if speculated == 1:
-            player.step(WRONG)
-        elif speculated == 2:
-            verify.step(WRONG, WRONG, look=False)
-        accept = chance.randint(0, len(player.tokens) - len(stood))
-        cache.rollback(e, snap, accept)
-        player.tokens = player.tokens[: len(stood) + accept]
-        while cache.state is CacheState.PENDING_REPLAY:
-            rows = chance.randint(1, min(4, cache.replay_to - cache.pos))
-            player.step(*player.tokens[cache.pos : cache.pos + rows])
-
-    def renew() -> None:
-        nonlocal stood
-        cache.snapshot_into(e, snap)
-        stood = list(player.tokens)
-
-    def rounds() -> None:
-        for _ in range(chance.randint(1, 2)):  # the second on the device clock
-            a_round.play(chance.randint(0, WIDTH), look=False)
-        if chance.random() < 0.3:
-            play(player, 2, chance.randint(0, 2), "device", look=False)
-        cache.settle(e)
-
-    events = {
-        "eager step": lambda: player.step(*[TRUE] * chance.randint(1, 2)),
-        "replay": lambda: step.step(TRUE),
-        "replayed verify": lambda: verify.step(TRUE, TRUE),
-        "eager round": lambda: play(player, 3, chance.randint(0, 3), chance.choice(["host", "device"]), look=False),
-        "replayed rounds": rounds, "rollback": roll_back, "snapshot_into": renew, "reset": reset,
-    }  # fmt: skip
-    for _ in range(walks):
-        done = []
-        for _ in range(chance.randint(2, 5)):
-            if len(player.tokens) > MAX_CTX - 3 * WIDTH:
-                reset()
-            name = chance.choice([*events])
-            done.append(name)
-            events[name]()
-            cache.settle(e)
-            assert cache.state is CacheState.READY, done
-        player.check()
-        assert (addresses(cache), cache.regions()) == before, done
-    for each in (step, verify, a_round, snap):
-        each.close()
 
 
 def test_what_needs_more_room_later_leaves_a_capture_its_own(player: Player) -> None:
@@ -398,13 +255,6 @@ def test_logits_parked_in_a_captured_round_stand_only_when_all_its_rows_do(playe
 
 
 # A graph that the engine launches itself
-
-
-def launch_by_hand(e: Any, graph: Graph) -> None:
-    if hasattr(graph, "handle"):
-        driver.graph_launch(graph.handle, e.stream.handle)
-    else:
-        graph._run()
 
 
 @pytest.mark.parametrize("parity", [0, 1])

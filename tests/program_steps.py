@@ -1,0 +1,171 @@
+"""Events of random programs: steps, attention by itself, batches and rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decoding import RESULTS, SCALE, WIDTH, Lane
+from geometries import Geometry
+from program_model import CAPACITY, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Model, event
+
+from memra_driver import ops
+from memra_driver.batch import CacheBatch
+from memra_driver.round import Round
+
+OUTPUTS = {name for names in RESULTS.values() for name in names}
+
+
+class Steps(Model):
+    """What moves the sequence forward, and is no capture."""
+
+    def __init__(self, e: Any, geometry: Geometry) -> None:
+        super().__init__(e, geometry)
+        self.batch = CacheBatch([self.cache])
+        self.batch_lane = Lane(self.batch, 1)
+
+    def teardown(self) -> None:
+        self.batch.close()
+        self.batch_lane.close()
+        super().teardown()
+
+    # Steps.
+
+    @event(lambda self: not self.step and self.steppable, rows=ROWS, tokens=TOKENS, few=(0, 0, 0, 1, 2, 3))
+    def run(self, rows: int, tokens: list[int], few: int) -> None:
+        """A step of all layers, or of the first few; what is armed and has room is tapped."""
+        tokens = tokens[:rows]
+        if self.state is PENDING:
+            tokens = (self.tokens[self.pos :] + tokens)[:rows]
+        allowed = (
+            not self.step
+            and self.steppable
+            and (self.round is None or rows <= self.round.width)
+            and (self.state is not PENDING or rows <= len(self.tokens) - self.pos)
+            and self.pos + rows <= CAPACITY
+        )
+        layers = self.layers[:few] if few else self.layers
+        lane = self.player.lane(rows).fill((self.start, tokens))
+        outputs = [part for (_, name), part in lane.at.items() if name in OUTPUTS]
+        self.attempt(allowed, lambda: lane.run(self.cache, layers, self.taps.of(rows)), *outputs)
+        if allowed:
+            self.step, self.ran = tokens, len(layers)
+            self.tapped(layers)
+            if layers == self.layers:
+                self.player.check_results(lane, self.tokens[: self.start], tokens)
+
+    @event(lambda self: 0 < self.ran < len(self.layers))
+    def run_the_rest(self) -> None:
+        """The layers of the open step that have not run."""
+        if self.step and self.ran < len(self.layers):
+            lane = self.player.lane(len(self.step)).fill((self.start, self.step))
+            rest = self.layers[self.ran :]
+            lane.run(self.cache, rest, self.taps.of(len(self.step)))
+            self.tapped(rest)
+            self.ran = len(self.layers)
+
+    def tapped(self, layers: Sequence[int]) -> None:
+        if self.taps.of(len(self.step)):
+            self.taps.write(self.start, self.step, layers)
+
+    @event(lambda self: self.at_rest and self.steppable, 2, rows=ROWS, tokens=TOKENS)
+    def whole_step(self, rows: int, tokens: list[int]) -> None:
+        if self.state is PENDING:
+            rows = min(rows, len(self.tokens) - self.pos)
+        self.run(rows=rows, tokens=tokens, few=0)
+        self.run_the_rest()
+        self.advance(off=0)
+
+    @event(lambda self: self.ran == len(self.layers) and self.round is None, off=(0, 0, 0, 0, 1, -1))
+    def advance(self, off: int) -> None:
+        rows = len(self.step)
+        if self.step and self.ran < len(self.layers) and off == 0:
+            return  # legal, but no plain decoding leaves half a step
+        n = rows + off if rows else min(off, 0)
+        allowed = self.state is not UNSETTLED and self.round is None and n == rows
+        self.attempt(allowed, lambda: self.cache.advance(self.e, n))
+        if allowed and rows:
+            if self.state is PENDING:
+                self.replayed = {il: self.length(il) for il in self.owners}
+                self.pos += rows
+                self.state = READY if self.pos == len(self.tokens) else PENDING
+            else:
+                self.moved(self.step, rows)
+            self.over()
+
+    @event(
+        lambda self: self.ran or self.state is PENDING, 3,
+        which=range(5), rows=ROWS, window=(None, None, 0, 1, 5, -1),
+    )  # fmt: skip
+    def attend(self, which: int, rows: int, window: int | None) -> None:
+        """By itself, of an open step's rows or of those of a pending replay, also through another window."""
+        il = [*self.reads][which % len(self.reads)]
+        allowed = self.steppable and self.pos + rows <= self.length(self.reads[il][0]) and window != -1
+        ahead = self.tokens[self.pos :] if self.state is PENDING else self.step
+        tokens, before = [*ahead[:rows], *[0] * (rows - len(ahead))], self.tokens[: self.start]
+        lane = self.player.lane(rows).fill((self.start, tokens))
+        q, out = lane.at[il, "query"], lane.at[il, "attended"]
+        self.attempt(allowed, lambda: ops.attend(self.e, self.cache, il, q, out, scale=SCALE, window=window), out)
+        if allowed:
+            oracle = self.player.oracle
+            for r, attended in enumerate(out.to_numpy().reshape(rows, -1)):
+                after = (*before, *tokens[: r + 1])
+                if window is None:
+                    assert attended.tobytes() == oracle.at(after).results[il, "attended"]
+                else:
+                    oracle.check_attended(after, il, attended.tobytes(), window)
+
+    @event(lambda self: self.settled, token=(0, 1))
+    def step_in_a_batch(self, token: int) -> None:
+        allowed = self.settled and self.pos < CAPACITY
+        self.batch_lane.fill((self.start, [token]))
+        self.attempt(allowed, lambda: self.batch_lane.run(self.batch))
+        if allowed:
+            self.batch.advance(self.e)
+            self.player.check_results(self.batch_lane, self.tokens, [token])
+            self.moved([token], 1)
+
+    # Rounds.
+
+    @event(lambda self: self.at_rest and self.state is not PENDING, width=ROWS)
+    def begin_a_round(self, width: int) -> None:
+        allowed = width <= WIDTH and self.at_rest and self.state is not PENDING
+        made = self.attempt(allowed, lambda: Round(self.cache, self.e, width=width).__enter__())
+        self.round = made or self.round
+
+    @event(lambda self: self.round is not None and self.step, accept=COUNTS, by=("host", "device"))
+    def commit(self, accept: int, by: str) -> None:
+        r = self.round or self.past_round
+        if r is None or (self.step and self.ran < len(self.layers)):
+            return
+        rows = len(self.step)
+        possible = self.round is not None and rows > 0
+        stands = self.step[: accept if 0 <= accept <= rows else 0]
+        if by == "host":
+            allowed = possible and 0 <= accept <= rows
+            self.attempt(allowed, lambda: r.commit(accept))
+            if allowed:
+                self.moved(stands, len(stands))
+        else:  # the host does not see that a count is wrong
+            count = self.e.htod_i32([accept])
+            allowed = possible
+            self.attempt(allowed, lambda: r.commit_from_device(count))
+            if allowed:
+                self.moved(stands, rows, unsettles=True)
+        if allowed:
+            self.over()
+
+    @event(lambda self: self.round is not None)
+    def leave_the_round(self) -> None:
+        if self.round is not None:
+            self.round.__exit__(None, None, None)
+            self.moved([], 0)
+            self.over()
+
+    @event(lambda self: self.state is UNSETTLED and self.round is None, 5)
+    def settle(self) -> None:
+        allowed = self.round is None and self.state is not PENDING
+        self.attempt(allowed, lambda: self.cache.settle(self.e))
+        if allowed and self.state is UNSETTLED:
+            self.state, self.pos = READY, len(self.tokens)
+            self.drop_logits_above(self.pos)

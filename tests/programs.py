@@ -1,0 +1,245 @@
+"""Random programs: the steps and rounds of program_steps.py, with ways back, captures, taps and parked logits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from caches import put
+from decoding import HIDDEN, WIDTH
+from geometries import Geometry
+from program_model import BOTH, CAPACITY, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
+from program_steps import Steps
+from recordings import Recorded, launch_by_hand
+
+from memra_driver import ops
+
+LAUNCHES = 3
+TAPPED: list[list[int]] = [[0, 3], [3, 0], [2], [0, 1, 2, 3], [0, 3], [2], [], [1, 1], [2, 5], [-1]]
+
+
+class Programs(Steps):
+    """All calls that a program may make."""
+
+    def __init__(self, e: Any, geometry: Geometry) -> None:
+        super().__init__(e, geometry)
+        self.park_value = 0.0
+        self.recorded = {False: self.record(1), True: self.record(WIDTH)}
+
+    def teardown(self) -> None:
+        for each in self.recorded.values():
+            each.close()
+        super().teardown()
+
+    # Snapshots, and ways back.
+
+    @event(lambda self: self.settled)
+    def snapshot(self) -> None:
+        made = self.attempt(self.settled, lambda: self.cache.snapshot(self.e))
+        if made is not None:
+            self.kept.append(Kept(made, list(self.tokens), self.generation))
+            if len(self.kept) > 2:
+                self.kept.pop(0).snap.close()
+
+    @event(lambda self: self.kept and self.settled, 2, which=(0, 1))
+    def snapshot_into(self, which: int) -> None:
+        if self.kept:
+            kept = self.kept[which % len(self.kept)]
+            self.attempt(self.settled, lambda: self.cache.snapshot_into(self.e, kept.snap))
+            if self.settled:
+                kept.tokens, kept.generation, kept.good = list(self.tokens), self.generation, True
+
+    @event(
+        lambda self: self.kept and self.state is not UNSETTLED, 2,
+        which=(0, 1), accept=(0, 0, 1, 2, 3, 5, -1),
+    )  # fmt: skip
+    def rollback(self, which: int, accept: int) -> None:
+        if not self.kept:
+            return
+        kept = self.kept[which % len(self.kept)]
+        history = list(self.tokens)
+        if self.state is READY and self.round is None:
+            history += self.step
+        end = len(kept.tokens) + accept
+        allowed = (
+            self.state is not UNSETTLED
+            and kept.good
+            and kept.generation == self.generation
+            and len(kept.tokens) <= end <= len(history)
+        )
+        self.attempt(allowed, lambda: self.cache.rollback(self.e, kept.snap, accept))
+        if allowed:
+            assert history[: len(kept.tokens)] == kept.tokens
+            if self.round is not None:
+                self.over()  # it is rejected first
+            self.replayed = {il: min(self.length(il), end) for il in self.owners}
+            self.tokens[:] = history[:end]
+            self.pos, self.state = len(kept.tokens), PENDING if accept else READY
+            self.given_up(end)
+            self.over()
+
+    @event(lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH)
+    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool) -> None:
+        """As a decoder does without rounds; the snapshot may be an older one."""
+        if not self.kept:
+            self.snapshot()
+        self.run(rows=rows, tokens=tokens, few=0)
+        if not open_step:
+            self.run_the_rest()
+            self.advance(off=0)
+        self.rollback(which=0, accept=accept)
+
+    @event(lambda self: not self.recurs and self.settled, 3, back=(1, 2, 3, 5, 9, 0, -1))
+    def truncate(self, back: int) -> None:
+        """Recurrent layers cannot."""
+        new_len = self.pos - back
+        allowed = not self.recurs and self.settled and 0 <= new_len <= self.pos
+        self.attempt(allowed, lambda: self.cache.truncate(self.e, new_len))
+        if allowed:
+            del self.tokens[new_len:]
+            self.pos = new_len
+            self.given_up(new_len)
+
+    @event(lambda self: self.pos > CAPACITY - 4)
+    def reset(self) -> None:
+        self.cache.reset(self.e)
+        self.tokens.clear()
+        self.pos, self.state, self.parked = 0, READY, None
+        self.generation += 1
+        self.taps.disarm()
+        self.over()
+
+    @event(lambda self: False)
+    def sync_d(self) -> None:
+        self.attempt(self.state is not UNSETTLED, lambda: self.cache.sync_d(self.e))
+
+    # Recordings.
+
+    def record(self, rows: int, *, park: bool = False) -> Recorded:
+        """A step of one row, or a round; it taps what is armed."""
+        made = Recorded(self.player, rows, a_round=rows > 1, taps=self.taps.of(rows), park=park)
+        made.sink = self.taps.mark()
+        return made
+
+    def can_replay(self, need: int) -> bool:
+        return self.at_rest and self.state is not PENDING and self.pos + need <= CAPACITY
+
+    @event(lambda self: self.can_replay(1), wide=BOTH, park=BOTH)
+    def record_again(self, wide: bool, park: bool) -> None:
+        rows = WIDTH if wide else 1
+        allowed = self.can_replay(rows) and (not park or (self.can_park and self.state is READY))
+        made = self.attempt(allowed, lambda: self.record(rows, park=park))
+        if made is not None:
+            self.recorded[wide].close()
+            self.recorded[wide] = made
+
+    def fill(self, made: Recorded, tokens: Sequence[int], accept: int) -> None:
+        self.park_value += 1
+        made.fill(tokens[: made.rows], accept, self.park_value)
+
+    def launched(self, made: Recorded, tokens: Sequence[int], accept: int) -> None:
+        """What the model makes of one launch."""
+        tokens = tokens[: made.rows]
+        self.player.check_results(made.lane, self.tokens, tokens)
+        if made.taps:
+            self.taps.write(self.start, tokens, self.layers)
+        if made.a_round:
+            self.moved(tokens[: accept if 0 <= accept <= WIDTH else 0], WIDTH, unsettles=True)
+        else:
+            self.moved(tokens, made.rows)
+        if made.park:
+            self.parked = self.park_value, self.pos
+
+    @event(lambda self: self.can_replay(1), wide=BOTH, tokens=TOKENS, accept=COUNTS)
+    def launch(self, wide: bool, tokens: list[int], accept: int) -> None:
+        made = self.recorded[wide]
+        allowed = self.can_replay(made.rows) and self.taps.serve(made)
+        self.fill(made, tokens, accept)
+        self.attempt(allowed, made.graph.launch, made.lane.at[1, "attended"])
+        if allowed:
+            self.launched(made, tokens, accept)
+
+    @event(lambda self: self.can_replay(WIDTH), wide=BOTH, park=BOTH, tokens=TOKENS, accept=COUNTS)
+    def record_and_launch(self, wide: bool, park: bool, tokens: list[int], accept: int) -> None:
+        self.record_again(wide=wide, park=park)
+        self.launch(wide=wide, tokens=tokens, accept=accept)
+
+    @event(
+        lambda self: self.can_replay(1), wide=BOTH, launches=(1, LAUNCHES, LAUNCHES, 0, -1),
+        tokens=TOKENS, accepts=[*itertools.product(COUNTS, repeat=LAUNCHES)],
+    )  # fmt: skip
+    def engine_launches(self, wide: bool, launches: int, tokens: list[int], accepts: tuple[int, ...]) -> None:
+        """The engine holds the graph; it launches only what it will be allowed to tell of."""
+        made = self.recorded[wide]
+        prepared = self.can_replay(0)
+        fits = launches == 0 or (launches > 0 and self.can_replay(launches * made.rows) and self.taps.serve(made))
+        allowed = prepared and fits
+        self.attempt(prepared, lambda: self.cache.prepare_replay(self.e))
+        pos, state = self.pos, self.state
+        for n in range(launches if allowed else 0):
+            row = tokens[n:] + tokens[:n]
+            self.fill(made, row, accepts[n])
+            launch_by_hand(self.e, made.graph)
+            assert (self.cache.pos, self.cache.state) == (pos, state)  # the host has not been told
+            self.launched(made, row, accepts[n])
+        self.attempt(allowed, lambda: self.cache.replayed(made.graph, launches))
+
+    # Beside the sequence.
+
+    @event(lambda self: self.state is READY)
+    def park(self) -> None:
+        self.park_value += 1
+        row = put(self.e, np.full(self.cache.cfg.n_vocab, self.park_value, np.float32))
+        allowed = self.state is READY
+        self.attempt(allowed, lambda: self.cache.park_logits(self.e, row))
+        if allowed:
+            self.parked, self.can_park = (self.park_value, self.pos + len(self.step)), True
+
+    @event(
+        lambda self: self.at_rest and self.state is not PENDING, rows=range(1, WIDTH + 1), tokens=TOKENS,
+        accept=COUNTS, by=("host", "device"), park=BOTH,
+    )  # fmt: skip
+    def whole_round(self, rows: int, tokens: list[int], accept: int, by: str, park: bool) -> None:
+        if self.round is None and self.step:
+            self.run_the_rest()
+            self.advance(off=0)
+        if self.state is not PENDING and self.at_rest:
+            self.begin_a_round(width=WIDTH)
+        self.run(rows=rows, tokens=tokens, few=0)
+        self.run_the_rest()
+        if park:
+            self.park()
+        self.commit(accept=accept, by=by)
+
+    @event(lambda self: self.state is not UNSETTLED, 2, ids=TAPPED, t=(5, 5, 4, 7, 1, 0))
+    def arm(self, ids: list[int], t: int) -> None:
+        """Also with other layers than were armed, or in another order, and in the middle of a step or round."""
+        allowed = (
+            self.state is not UNSETTLED and t > 0 and 0 < len(ids) == len(set(ids)) and set(ids) <= set(self.layers)
+        )
+        self.attempt(allowed, lambda: self.cache.arm_taps(self.e, ids, t, HIDDEN))
+        if allowed:
+            self.taps.arm(ids, t)
+
+    @event(lambda self: False)
+    def disarm(self) -> None:
+        """Allowed at any time, and nothing but the sink is gone."""
+        before, sink = self.seen()[0], self.cache.dflash_taps
+        assert self.cache.disarm_taps() is sink
+        assert self.seen()[0] == before
+        self.taps.disarm()
+
+    @event(
+        lambda self: self.taps.ids and self.steppable,
+        il=(0, 1, 2, 3, 5, -1), rows=ROWS, tokens=TOKENS,
+    )  # fmt: skip
+    def tap(self, il: int, rows: int, tokens: list[int]) -> None:
+        """By itself, at any time of a step or outside."""
+        allowed = self.steppable and il in self.taps.of(rows)
+        lane = self.player.lane(rows).fill((self.start, tokens[:rows]))
+        residual = lane.at[il if il in self.layers else 0, "residual"]
+        self.attempt(allowed, lambda: ops.tap_write(self.e, self.cache, il, residual))
+        if allowed:
+            self.taps.write(self.start, tokens[:rows], [il])
