@@ -17,13 +17,13 @@ from typing import Any
 import numpy.typing as npt
 
 from . import driver
-from .errors import ArrayError, ConfigError, DeviceMismatch, DriverError, MemraError, StateError
+from .dlpack import NO_SYNC
+from .errors import ArrayError, DeviceMismatch, DriverError, ExportError, MemraError, StateError
+from .interop import LEGACY_STREAM, PER_THREAD_STREAM, same_stream, stream_handle
 from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous
 
 __all__ = ["CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView", "HostMemory", "Memory"]
 
-LEGACY_STREAM = 1  # the handles below 3 are the driver's default streams: 0 and 1 legacy, 2 one per thread
-PER_THREAD_STREAM = 2
 GONE = frozenset({driver.DEINITIALIZED, driver.CONTEXT_IS_DESTROYED})  # nothing is left that could be freed
 
 _started = False  # this process made a context
@@ -36,6 +36,11 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def in_a_fork() -> bool:
+    """Whether this process was forked from one that used the GPU: there nothing is freed, and nothing works."""
+    return _forked
 
 
 def _refuse_in_a_fork() -> None:
@@ -181,25 +186,6 @@ def _release_primary(device: int) -> None:
         driver.device_primary_ctx_release(device)
 
 
-def _stream_handle(foreign: Any) -> int:
-    """The handle of an int, an object with `__cuda_stream__`, or one of torch's or CuPy's streams."""
-    if isinstance(foreign, int) and not isinstance(foreign, bool) and foreign >= 0:
-        return foreign
-    protocol = getattr(foreign, "__cuda_stream__", None)
-    if protocol is not None:
-        version, handle = protocol() if callable(protocol) else protocol
-        if version == 0:
-            return int(handle)
-        raise ConfigError(f"__cuda_stream__ of {type(foreign).__name__} speaks version {version}, we know version 0")
-    for name in ("cuda_stream", "ptr"):
-        handle = getattr(foreign, name, None)
-        if isinstance(handle, int):
-            return handle
-    raise ConfigError(
-        f"{foreign!r} is no stream: give a handle (int), an object with __cuda_stream__, or a torch or CuPy stream"
-    )
-
-
 class CudaStream(Closing):
     """A stream: its own non-blocking one, or a `foreign` one, which is never destroyed here.
 
@@ -213,6 +199,7 @@ class CudaStream(Closing):
         self.device = context.device
         self.foreign = foreign
         self._live: dict[int, int] = {}  # pointers allocated here -> bytes
+        self._lent: set[int] = set()  # those of them that readers on other streams got
         self._waiting: list[int] | None = None  # what is to be freed at the end of a capture; None: no capture
         self._destroy: weakref.finalize[[CudaContext, str, int], Any] | None = None
         if foreign is None:
@@ -221,7 +208,7 @@ class CudaStream(Closing):
             self._destroy.atexit = False
             context._hold("stream", self._handle)
             return
-        handle = _stream_handle(foreign)
+        handle = stream_handle(foreign, self.device)
         if handle > PER_THREAD_STREAM and driver.stream_get_ctx(handle) != context.handle:
             raise DeviceMismatch(
                 f"stream 0x{handle:x} belongs to another context than the primary one of device {self.device}"
@@ -274,6 +261,28 @@ class CudaStream(Closing):
         self.context.bind()
         driver.stream_wait_event(self.handle, event.handle)
 
+    def wait_stream(self, other: Any) -> None:
+        """Later work of this stream waits for what is enqueued on `other` now; the host does not.
+
+        other: what `foreign` may be, of this device. Raises StateError while a capture is open here: work outside a
+        capture is no part of it.
+        """
+        self._order(stream_handle(other, self.device), self.handle)
+
+    def release_to(self, other: Any) -> None:
+        """Later work of `other` waits for what is enqueued here now; the host does not. Otherwise as `wait_stream`."""
+        self._order(self.handle, stream_handle(other, self.device))
+
+    def _order(self, first: int, then: int) -> None:
+        self.context.bind()
+        if same_stream(first, then):
+            return
+        if self._waiting is not None:
+            raise StateError("a capture is open on this stream; order it with other streams before or after")
+        with CudaEvent(self.context) as done:
+            driver.event_record(done.handle, first)
+            driver.stream_wait_event(then, done.handle)
+
     def memcpy_dtod(self, dst: int, src: int, nbytes: int) -> None:
         """Copies between device addresses of this context, in stream order."""
         if nbytes:
@@ -313,7 +322,10 @@ class CudaStream(Closing):
         return ptr
 
     def free_bytes(self, ptr: int, nbytes: int) -> None:
-        """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork."""
+        """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork.
+
+        What readers on other streams got is freed when the whole device is idle: nobody says what they still run.
+        """
         if _forked:
             return
         if self._live.pop(ptr, None) is None:
@@ -341,6 +353,9 @@ class CudaStream(Closing):
                     self.record_error(error)
 
     def _free(self, ptr: int) -> None:
+        if ptr in self._lent:
+            self._lent.discard(ptr)
+            driver.ctx_synchronize()
         if self._handle is not None and self.context.pools:
             driver.mem_free_async(ptr, self._handle)
             return
@@ -360,8 +375,20 @@ class CudaStream(Closing):
     def record_error(self, error: MemraError) -> None:
         self.context.record_error(error)
 
-    def export_stream(self) -> int:
-        return self.handle or LEGACY_STREAM  # the interface forbids 0
+    def lend(self, ptr: int, stream: int | None) -> None:
+        self.context.bind()
+        if stream is None:
+            stream = LEGACY_STREAM
+        if not isinstance(stream, int) or stream < NO_SYNC or stream == 0:
+            raise ExportError(f"DLPack stream {stream!r}: -1, 1, 2 or a handle; 0 may mean 1 or 2")
+        if self._handle is not None and stream != NO_SYNC:
+            self.release_to(stream)
+        if ptr in self._live and not (self._handle is not None and same_stream(stream, self._handle)):
+            self._lent.add(ptr)
+
+    def export_stream(self) -> int | None:
+        """The handle; 1 for stream 0, which the interface forbids; None once closed, which has waited."""
+        return None if self._handle is None else self._handle or LEGACY_STREAM
 
 
 class CudaEvent(Closing):

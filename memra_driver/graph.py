@@ -96,6 +96,7 @@ class Graph(Closing):
         self.e = e
         self.moves: list[Move] = []
         self.batches: set[CacheBatch] = set()  # whose tables it reads
+        self.kept: list[Any] = []  # the arrays that it reads and writes
         self.is_closed = False
         self._recording = True
 
@@ -175,6 +176,7 @@ class Graph(Closing):
     def close(self) -> None:
         """Frees the graph; may be called twice."""
         self.is_closed = True
+        self.kept.clear()
 
     def _run(self) -> None:
         raise NotImplementedError

@@ -24,7 +24,7 @@ from memra_driver.interop import Operand, operand, refuse_overlap, vector
 from memra_driver.kernels import attend_kernel
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
-from memra_driver.place import has_kernels, ordinal
+from memra_driver.place import has_kernels
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
     layer = _recur(e, cache, il)
     inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
     rows = _count(cache, inputs, layer.conv_dim)
-    weights = operand(w, "w", (layer.d_conv,), _F32, ordinal(e), rows=layer.conv_dim, out=False)
+    weights = operand(w, "w", (layer.d_conv,), _F32, e, rows=layer.conv_dim, out=False)
     result = _rows(e, cache, out, "out", (layer.conv_dim,), rows, out=True)
     refuse_overlap({"out": result} | _planes(cache, il, "conv_state"), {"x": inputs, "w": weights})
     if rows == 0:
@@ -126,7 +126,7 @@ def gdn_prep(
     for name, value in (("alpha", alpha), ("beta_raw", beta_raw)):
         inputs[name] = _rows(e, cache, value, name, (heads,), rows)
     for name, value in (("dt_bias", dt_bias), ("a", a)):
-        inputs[name] = vector(value, name, heads, ordinal(e))
+        inputs[name] = vector(value, name, heads, e)
     outputs = {}
     for name, value in (("q", q), ("k", k), ("v", v)):
         outputs[name] = _rows(e, cache, value, name, (heads, size), rows, out=True)
@@ -262,7 +262,7 @@ def _rows(
     e: Any, cache: Cache | CacheBatch, value: Any, name: str, columns: tuple[int, ...], rows: int | None = None, *,
     dtypes: Any = _F32, out: bool = False,
 ) -> Operand:  # fmt: skip
-    return operand(value, name, columns, dtypes, ordinal(e), rows=rows, out=out, batch=cache.batch)
+    return operand(value, name, columns, dtypes, e, rows=rows, out=out, batch=cache.batch)
 
 
 def _count(cache: Cache | CacheBatch, first: Operand, per_row: int) -> int:
