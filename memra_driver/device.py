@@ -199,7 +199,7 @@ class CudaStream(Closing):
         self.device = context.device
         self.foreign = foreign
         self._live: dict[int, int] = {}  # pointers allocated here -> bytes
-        self._lent: set[int] = set()  # those of them that readers on other streams got
+        self._lent: dict[int, bool] = {}  # those of them that others have or had; True: on other streams, too
         self._waiting: list[int] | None = None  # what is to be freed at the end of a capture; None: no capture
         self._destroy: weakref.finalize[[CudaContext, str, int], Any] | None = None
         if foreign is None:
@@ -325,6 +325,7 @@ class CudaStream(Closing):
         """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork.
 
         What readers on other streams got is freed when the whole device is idle: nobody says what they still run.
+        Once this stream is closed that holds for all readers.
         """
         if _forked:
             return
@@ -353,8 +354,8 @@ class CudaStream(Closing):
                     self.record_error(error)
 
     def _free(self, ptr: int) -> None:
-        if ptr in self._lent:
-            self._lent.discard(ptr)
+        elsewhere = self._lent.pop(ptr, None)
+        if elsewhere or (elsewhere is not None and self._handle is None):
             driver.ctx_synchronize()
         if self._handle is not None and self.context.pools:
             driver.mem_free_async(ptr, self._handle)
@@ -383,8 +384,9 @@ class CudaStream(Closing):
             raise ExportError(f"DLPack stream {stream!r}: -1, 1, 2 or a handle; 0 may mean 1 or 2")
         if self._handle is not None and stream != NO_SYNC:
             self.release_to(stream)
-        if ptr in self._live and not (self._handle is not None and same_stream(stream, self._handle)):
-            self._lent.add(ptr)
+        if ptr in self._live:
+            elsewhere = self._handle is None or not same_stream(stream, self._handle)
+            self._lent[ptr] = elsewhere or self._lent.get(ptr, False)
 
     def export_stream(self) -> int | None:
         """The handle; 1 for stream 0, which the interface forbids; None once closed, which has waited."""

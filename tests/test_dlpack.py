@@ -333,6 +333,22 @@ def test_what_readers_on_other_streams_got_is_freed_once_the_device_is_idle(
         assert ends(lambda piece: piece.ptr) == ["cuMemFreeAsync"]
 
 
+def test_what_readers_on_its_own_stream_got_is_freed_in_its_order_while_it_is_open(
+    context: CudaContext, standin: StandIn
+) -> None:
+    for closed, ends in ((False, ["cuMemFreeAsync"]), (True, ["cuCtxSynchronize", "cuMemFree"])):
+        stream = CudaStream(context)
+        piece = filled(stream)
+        capsule = piece.__dlpack__(stream=stream.handle)
+        piece.close()
+        if closed:
+            stream.close()
+        standin.clear_trace()
+        del capsule
+        assert [call.name for call in standin.trace()] == ends
+        stream.close()
+
+
 def test_a_deleter_may_run_on_a_thread_that_python_never_saw(stream: CudaStream, standin: StandIn) -> None:
     piece = filled(stream)
     struct = taken(piece.__dlpack__(max_version=(1, 0)))
