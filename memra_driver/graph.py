@@ -208,6 +208,10 @@ class HostGraph(Graph):
         super().__init__(e)
         self.calls: list[tuple[Any, ...]] = []
 
+    def close(self) -> None:
+        super().close()
+        self.calls.clear()
+
     def _run(self) -> None:
         for call, *args in self.calls:
             call(*args)

@@ -86,7 +86,7 @@ def test_a_recorded_operation_takes_arrays_of_its_own_stream_and_of_captured_one
         ({"stream": 0}, "names stream 0"), ({"stream": -1}, "names stream -1"), ({"stream": "main"}, "cannot be read"),
         ({"mask": object()}, "is masked"), ({"typestr": "nonsense"}, "cannot be read"), ({"shape": None}, "cannot be"),
         ({"shape": (1.5, 128)}, "cannot be read"), ({"data": None}, "cannot be read"), ({"data": (0, False)}, "memory"),
-        ({"strides": (4,)}, "is strided"), ({"strides": "none"}, "cannot be read"), ({"typestr": "<V2"}, "has dtype"),
+        ({"strides": (512,)}, "is strided"), ({"strides": "none"}, "cannot be read"), ({"typestr": "<V2"}, "has dtype"),
     ],
     ids=str,
 )  # fmt: skip

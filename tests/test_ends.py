@@ -178,20 +178,24 @@ def test_a_destroyed_context_gives_errors_and_ends(run: Run) -> None:
     assert all(value.startswith(("DriverError", "StateError")) for value in said.values()), said
 
 
-@pytest.mark.parametrize("order", ["library first", "array first"])
-def test_the_end_of_the_interpreter_meets_live_objects(run: Run, order: str) -> None:
+@pytest.mark.parametrize("names", ["kept", "dropped"])
+def test_the_end_of_the_interpreter_meets_live_objects(run: Run, names: str) -> None:
     out = run(
         """
+        def read_on(piece):
+            while True:
+                piece.to_numpy()
+
+        threading.Thread(target=read_on, args=(piece,), daemon=True).start()
         host = CudaSlice(HostMemory(), 4)
-        kept = [np.from_dlpack(host), piece.__dlpack__(stream=-1), managed(piece.__dlpack__(stream=-1)), host.view()]
+        kept = [np.from_dlpack(host), piece.__dlpack__(stream=-1), host.view().__dlpack__()]
         knot = [piece, stream, part, kept]
         knot.append(knot)
-        sys.kept = kept                        # outlives every module
-        threading.Thread(target=lambda: [piece.to_numpy() for _ in iter(int, 1)], daemon=True).start()
+        sys.kept = kept  # outlives every module
         e = CudaDev()
         big = e.zeros(1 << 16)
         """,
-        "del piece, part\n" if order == "array first" else "",
+        "del piece, part, knot, kept, host, uses\n" if names == "dropped" else "",
         "print('end')\n",
     )
     assert out == "end\n"
