@@ -69,7 +69,7 @@ def export(
     Versioned where max_version allows and NumPy can (from 2.1 on), of the older form otherwise.
     """
     versioned = max_version is not None and tuple(max_version) >= VERSION
-    array = np.asarray(_Kept(ptr, length, dtype, keep))
+    array = np.asarray(_Kept(ptr or 1 << 8, length, dtype, keep))  # NumPy before 2 takes no 0
     try:
         try:
             capsule = array.__dlpack__(max_version=VERSION) if versioned else array.__dlpack__()
@@ -79,7 +79,7 @@ def export(
         raise ExportError(f"elements of {dtype} have no DLPack type here ({error}); cast() to bytes or bits") from None
     at, _ = _tensor_at(capsule)
     if not length:
-        ctypes.memset(at, 0, 8)  # NumPy points somewhere even where there is nothing
+        ctypes.memset(at, 0, 8)  # what is empty has no address
     ctypes.memmove(at + _DEVICE_AT, _DEVICE.pack(*device_pair(device)), _DEVICE.size)
     return capsule
 

@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from memra_driver import driver, reference, reference_attend
-from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory, in_a_fork
+from memra_driver.context import in_a_fork
+from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.kernels import KERNELS, KernelSet

@@ -1,9 +1,18 @@
 """What an engine calls each step: the cache's own arithmetic, on either device.
 
 `e` is the device that owns layer `il`. Inputs are f32, C-contiguous and token-major: a CudaSlice
-(flat), an array with `__cuda_array_interface__` on that device, or a NumPy array on the host device.
-Results go into `out` arguments. Every call is enqueued on the owner's stream and waits for nothing
-(the host device computes at once). T = 0 does nothing.
+(flat), an array with DLPack or `__cuda_array_interface__` on that device, or, on the host device, a
+NumPy array or a DLPack tensor of the host; used in place. Results go into `out` arguments. Every call
+is enqueued on the owner's stream and waits for nothing (the host device computes at once). T = 0 does
+nothing.
+
+The owner's stream waits for the work that an array's protocol tells of: DLPack orders the producer's
+current stream, the array interface names one; a CudaSlice is taken as it is. A call holds its arrays
+until it has enqueued. That is enough where their memory is freed in the order of the same stream (the
+device was made on the library's stream, a CudaSlice is of this device); on another stream keep them
+until the owner's stream has passed, and make the reader of an `out` wait (`e.stream.release_to`). A
+recorded call waits for no other stream, whoever fills its arrays orders that before each launch, and
+the graph keeps them.
 
 `cache` is a Cache, or a CacheBatch of B sequences: then each array holds one block of T rows per sequence, [B, T, ..]
 or flat, one launch serves all, and row b has the bits of the single call.
