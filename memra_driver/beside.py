@@ -12,7 +12,7 @@ import numpy as np
 from memra_driver import layout
 from memra_driver.errors import ArrayError, CapacityError, ConfigError, DeviceMismatch, HealthError, StateError
 from memra_driver.health import Health
-from memra_driver.interop import operand
+from memra_driver.interop import is_slice, operand
 from memra_driver.layers import DflashTapSink
 from memra_driver.layout import CacheState
 from memra_driver.memory import Borrowed
@@ -60,8 +60,8 @@ class CacheBeside(CacheRules):
         if row is None:
             self.hold_logits(None, None)
             return
-        device = ordinal(self.devices[self.plan.placement[-1]])
-        _check_slice(row, "last_logits_dev", max(self.cfg.n_vocab, 1), device)
+        e = self.devices[self.plan.placement[-1]]
+        _check_slice(row, "last_logits_dev", max(self.cfg.n_vocab, 1), e)
         self.hold_logits(row, self.pos + self.step_rows)
 
     @property
@@ -86,7 +86,7 @@ class CacheBeside(CacheRules):
             self._taps, self._c.dflash_taps.present = None, 0
             return
         e = self._check_taps(sink.layer_ids, sink.t, sink.hidden)
-        _check_slice(sink.buf, "dflash_taps.buf", sink.t * len(sink.layer_ids) * sink.hidden, ordinal(e))
+        _check_slice(sink.buf, "dflash_taps.buf", sink.t * len(sink.layer_ids) * sink.hidden, e)
         self._hold_taps(sink, ordinal(e))
 
     def park_logits(self, e: Any, row: Any) -> None:
@@ -100,7 +100,7 @@ class CacheBeside(CacheRules):
         self.check_recording("park_logits")
         if self.cfg.n_vocab < 1:
             raise ConfigError("park_logits needs n_vocab, which this model description lacks")
-        source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), ordinal(e), rows=1, out=False)
+        source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), e, rows=1, out=False)
         kept = self._plane_beside("logits", e, self.cfg.n_vocab)
         e.copy_bytes(kept.ptr, source.ptr, source.nbytes)
         self.hold_logits(kept, self.pos + self.step_rows)
@@ -261,8 +261,10 @@ class CacheBeside(CacheRules):
             raise ArrayError(f"{e!r} copies by its seven operations only")
 
 
-def _check_slice(value: Any, name: str, length: int, device: int) -> None:
-    """What a caller may put into the cache: an open f32 slice of at least `length` elements on `device`."""
-    found = operand(value, name, (), (np.float32,), device, rows=None, out=True)
+def _check_slice(value: Any, name: str, length: int, e: Any) -> None:
+    """What a caller may put into the cache: an open f32 slice of at least `length` elements on e."""
+    found = operand(value, name, (), (np.float32,), e, rows=None, out=True)
+    if not is_slice(value):
+        raise ArrayError(f"{name} is a {type(value).__name__}; the cache keeps it, so it takes a CudaSlice")
     if found.len < length:
         raise ArrayError(f"{name} has {found.len} elements; it takes at least {length}")

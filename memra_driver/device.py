@@ -1,203 +1,30 @@
-"""Contexts, streams and events: the objects that own what the driver hands out.
+"""Streams and events, and the memory of a GPU: the objects that own what the driver hands out.
 
 Every call binds the context to the calling thread first; objects may be shared between threads. `close()` may be called
 twice. What is not closed is freed when the object dies; such a free never raises: its first error is kept and raised
 by the next call on that context. At the end of the process, and in a forked child, nothing is freed: the driver does
-that. The slices of `memory.py` are offered here too.
+that. The context of `context.py` and the slices of `memory.py` are offered here too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy.typing as npt
 
 from . import driver
-from .errors import ArrayError, ConfigError, DeviceMismatch, DriverError, MemraError, StateError
+from .context import CudaContext, in_a_fork
+from .dlpack import NO_SYNC
+from .errors import ArrayError, DeviceMismatch, ExportError, MemraError, StateError
+from .interop import LEGACY_STREAM, PER_THREAD_STREAM, same_stream, stream_handle
 from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous
 
-__all__ = ["CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView", "HostMemory", "Memory"]
-
-LEGACY_STREAM = 1  # the handles below 3 are the driver's default streams: 0 and 1 legacy, 2 one per thread
-PER_THREAD_STREAM = 2
-GONE = frozenset({driver.DEINITIALIZED, driver.CONTEXT_IS_DESTROYED})  # nothing is left that could be freed
-
-_started = False  # this process made a context
-_forked = False  # this process is a fork of one that had
-
-
-def _after_fork_in_child() -> None:
-    global _forked
-    _forked = _started or _forked
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _refuse_in_a_fork() -> None:
-    if _forked:
-        raise StateError(
-            "CUDA does not survive fork(): this process was forked from one that used the GPU; "
-            "start children with multiprocessing's 'spawn', or use the GPU in the child only"
-        )
-
-
-class CudaContext(Closing):
-    """The primary context of one device, shared with every other user of it in the process; never reset.
-
-    Retained once here and released once: by `close()`, or, where slices and streams outlive that, with the last of
-    them. Raises NoDriver, UnsupportedDriver, DriverError; StateError in a forked child.
-    """
-
-    def __init__(self, device: int = 0) -> None:
-        global _started
-        _refuse_in_a_fork()
-        driver.init()
-        _started = True
-        self.device = device
-        self._device = driver.device_get(device)
-        self.handle = driver.device_primary_ctx_retain(self._device)
-        self._release = weakref.finalize(self, _release_primary, self._device)
-        self._release.atexit = False
-        self._error: MemraError | None = None
-        self._closed = False
-        self._stopped = False  # closed, or with an error to raise: the one flag that `bind` looks at
-        self._held: dict[tuple[str, int], int] = {}  # what lives on this context: (kind, handle) -> bytes
-        self.pools = bool(self.attribute("MEMORY_POOLS_SUPPORTED"))
-
-    def bind(self) -> None:
-        """Makes the context current on the calling thread. Raises what a finaliser met since the last call."""
-        if self._stopped or _forked:
-            self._refuse()
-        if driver.ctx_get_current() != self.handle:
-            driver.ctx_set_current(self.handle)
-
-    def _refuse(self) -> None:
-        _refuse_in_a_fork()
-        if self._closed:
-            raise StateError(f"the context of device {self.device} is closed")
-        error, self._error, self._stopped = self._error, None, False
-        if error is not None:
-            raise error
-
-    def record_error(self, error: MemraError) -> None:
-        """Keeps the first error of a finaliser for the next call."""
-        if self._error is None:
-            self._error = error
-            self._stopped = True
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def close(self) -> None:
-        """Refuses new work from now on; releases the primary context once nothing lives on it any more."""
-        self._closed = self._stopped = True
-        self._settle()
-
-    def _settle(self) -> None:
-        if self._closed and not self._held:
-            self._release()
-
-    def _hold(self, kind: str, handle: int, nbytes: int = 0) -> None:
-        self._held[kind, handle] = nbytes
-
-    def _let_go(self, kind: str, handle: int, free: Callable[[int], None]) -> None:
-        """Frees one thing that lives here, also when the context is closed already; recorded errors stay for later.
-
-        Puts the thread's context back afterwards: a finaliser may run in the middle of work on another device.
-        """
-        try:
-            before = driver.ctx_get_current()
-            if before != self.handle:
-                driver.ctx_set_current(self.handle)
-            try:
-                free(handle)
-            finally:
-                if before != self.handle:
-                    driver.ctx_set_current(before)
-        except DriverError as error:
-            if error.code not in GONE:
-                raise
-        finally:
-            self._held.pop((kind, handle), None)
-            self._settle()
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes allocated through this object and not freed."""
-        return sum(list(self._held.values()))
-
-    def attribute(self, name: str) -> int:
-        """A device attribute by what follows CU_DEVICE_ATTRIBUTE_."""
-        return driver.device_get_attribute(name, self._device)
-
-    def name(self) -> str:
-        return driver.device_get_name(self._device)
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        return self.attribute("COMPUTE_CAPABILITY_MAJOR"), self.attribute("COMPUTE_CAPABILITY_MINOR")
-
-    @property
-    def arch(self) -> str:
-        """The name that NVRTC has for this GPU, as in "sm_90"."""
-        major, minor = self.compute_capability
-        return f"sm_{major}{minor}"
-
-    def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes, by the driver's word. Bytes that the pool keeps for reuse count as not free."""
-        self.bind()
-        return driver.mem_get_info()
-
-    def pool_info(self) -> tuple[int, int]:
-        """(reserved, used) bytes of the device's default memory pool, by every user of it; (0, 0) without pools."""
-        self.bind()
-        if not self.pools:
-            return 0, 0
-        pool = driver.device_get_default_mem_pool(self._device)
-        return (
-            driver.mem_pool_get_attribute("RESERVED_MEM_CURRENT", pool),
-            driver.mem_pool_get_attribute("USED_MEM_CURRENT", pool),
-        )
-
-    def enable_peer(self, other: CudaContext) -> bool:
-        """Lets this device read and write the other's memory directly; False where the two cannot."""
-        self.bind()
-        if not driver.device_can_access_peer(self._device, other._device):
-            return False
-        driver.ctx_enable_peer_access(other.handle)
-        return True
-
-
-def _release_primary(device: int) -> None:
-    if _forked:
-        return
-    with contextlib.suppress(MemraError):  # there is no later call on this context that could raise it
-        driver.device_primary_ctx_release(device)
-
-
-def _stream_handle(foreign: Any) -> int:
-    """The handle of an int, an object with `__cuda_stream__`, or one of torch's or CuPy's streams."""
-    if isinstance(foreign, int) and not isinstance(foreign, bool) and foreign >= 0:
-        return foreign
-    protocol = getattr(foreign, "__cuda_stream__", None)
-    if protocol is not None:
-        version, handle = protocol() if callable(protocol) else protocol
-        if version == 0:
-            return int(handle)
-        raise ConfigError(f"__cuda_stream__ of {type(foreign).__name__} speaks version {version}, we know version 0")
-    for name in ("cuda_stream", "ptr"):
-        handle = getattr(foreign, name, None)
-        if isinstance(handle, int):
-            return handle
-    raise ConfigError(
-        f"{foreign!r} is no stream: give a handle (int), an object with __cuda_stream__, or a torch or CuPy stream"
-    )
+__all__ = [
+    "LEGACY_STREAM", "CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView", "HostMemory", "Memory",
+]  # fmt: skip
 
 
 class CudaStream(Closing):
@@ -213,6 +40,7 @@ class CudaStream(Closing):
         self.device = context.device
         self.foreign = foreign
         self._live: dict[int, int] = {}  # pointers allocated here -> bytes
+        self._lent: dict[int, bool] = {}  # those of them that others have or had; True: on other streams, too
         self._waiting: list[int] | None = None  # what is to be freed at the end of a capture; None: no capture
         self._destroy: weakref.finalize[[CudaContext, str, int], Any] | None = None
         if foreign is None:
@@ -221,7 +49,7 @@ class CudaStream(Closing):
             self._destroy.atexit = False
             context._hold("stream", self._handle)
             return
-        handle = _stream_handle(foreign)
+        handle = stream_handle(foreign, self.device)
         if handle > PER_THREAD_STREAM and driver.stream_get_ctx(handle) != context.handle:
             raise DeviceMismatch(
                 f"stream 0x{handle:x} belongs to another context than the primary one of device {self.device}"
@@ -244,7 +72,7 @@ class CudaStream(Closing):
         Slices made on it stay good and are freed as usual.
         """
         handle, self._handle = self._handle, None
-        if handle is None or _forked:
+        if handle is None or in_a_fork():
             return
         if self._destroy is not None and self._destroy.detach() is not None:
             self.context._let_go("stream", handle, _finish_stream)
@@ -273,6 +101,28 @@ class CudaStream(Closing):
         """Later work of this stream waits for the event; the host does not. The event may be of another device."""
         self.context.bind()
         driver.stream_wait_event(self.handle, event.handle)
+
+    def wait_stream(self, other: Any) -> None:
+        """Later work of this stream waits for what is enqueued on `other` now; the host does not.
+
+        other: what `foreign` may be, of this device. Raises StateError while a capture is open here: work outside a
+        capture is no part of it.
+        """
+        self._order(stream_handle(other, self.device), self.handle)
+
+    def release_to(self, other: Any) -> None:
+        """Later work of `other` waits for what is enqueued here now; the host does not. Otherwise as `wait_stream`."""
+        self._order(self.handle, stream_handle(other, self.device))
+
+    def _order(self, first: int, then: int) -> None:
+        self.context.bind()
+        if same_stream(first, then):
+            return
+        if self._waiting is not None:
+            raise StateError("a capture is open on this stream; order it with other streams before or after")
+        with CudaEvent(self.context) as done:
+            driver.event_record(done.handle, first)
+            driver.stream_wait_event(then, done.handle)
 
     def memcpy_dtod(self, dst: int, src: int, nbytes: int) -> None:
         """Copies between device addresses of this context, in stream order."""
@@ -313,13 +163,17 @@ class CudaStream(Closing):
         return ptr
 
     def free_bytes(self, ptr: int, nbytes: int) -> None:
-        """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork."""
-        if _forked:
+        """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork.
+
+        What readers on other streams got is freed when the whole device is idle: nobody says what they still run.
+        Once this stream is closed that holds for all readers.
+        """
+        if in_a_fork():
             return
         if self._live.pop(ptr, None) is None:
             raise StateError(f"0x{ptr:x} was not allocated on this stream, or was freed before")
         if self._waiting is None:
-            self.context._let_go("memory", ptr, self._free)
+            self.context._let_go("memory", ptr, self._give_back)
         else:
             self._waiting.append(ptr)
 
@@ -336,9 +190,15 @@ class CudaStream(Closing):
             waiting, self._waiting = self._waiting, None
             for ptr in waiting:
                 try:
-                    self.context._let_go("memory", ptr, self._free)
+                    self.context._let_go("memory", ptr, self._give_back)
                 except MemraError as error:
                     self.record_error(error)
+
+    def _give_back(self, ptr: int) -> None:
+        elsewhere = self._lent.pop(ptr, None)
+        if elsewhere or (elsewhere is not None and self._handle is None):
+            driver.ctx_synchronize()
+        self._free(ptr)
 
     def _free(self, ptr: int) -> None:
         if self._handle is not None and self.context.pools:
@@ -360,8 +220,21 @@ class CudaStream(Closing):
     def record_error(self, error: MemraError) -> None:
         self.context.record_error(error)
 
-    def export_stream(self) -> int:
-        return self.handle or LEGACY_STREAM  # the interface forbids 0
+    def lend(self, ptr: int, stream: int | None) -> None:
+        self.context.bind()
+        if stream is None:
+            stream = LEGACY_STREAM
+        if not isinstance(stream, int) or stream < NO_SYNC or stream == 0:
+            raise ExportError(f"DLPack stream {stream!r}: -1, 1, 2 or a handle; 0 may mean 1 or 2")
+        if self._handle is not None and stream != NO_SYNC:
+            self.release_to(stream)
+        if ptr in self._live:
+            elsewhere = self._handle is None or not same_stream(stream, self._handle)
+            self._lent[ptr] = elsewhere or self._lent.get(ptr, False)
+
+    def export_stream(self) -> int | None:
+        """The handle; 1 for stream 0, which the interface forbids; None once closed, which has waited."""
+        return None if self._handle is None else self._handle or LEGACY_STREAM
 
 
 class CudaEvent(Closing):
@@ -384,7 +257,7 @@ class CudaEvent(Closing):
     def close(self) -> None:
         """Destroys the event; work that waits for it still does."""
         handle, self._handle = self._handle, None
-        if handle is None or _forked:
+        if handle is None or in_a_fork():
             return
         self._destroy.detach()
         self.context._let_go("event", handle, driver.event_destroy)
@@ -413,7 +286,7 @@ def _finish_stream(handle: int) -> None:
 
 
 def _destroy_quietly(context: CudaContext, kind: str, handle: int) -> None:
-    if _forked:
+    if in_a_fork():
         return
     try:
         context._let_go(kind, handle, driver.stream_destroy if kind == "stream" else driver.event_destroy)

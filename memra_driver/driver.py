@@ -195,6 +195,11 @@ def ctx_set_current(context: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
+def ctx_synchronize() -> None:
+    """Waits for all work of the current context, on every stream."""
+    _call("cuCtxSynchronize")
+
+
 def ctx_enable_peer_access(peer: int) -> None:
     """Lets the current context reach the memory of context `peer`; twice is once."""
     _outputs("cuCtxEnablePeerAccess", (peer, 0), "", accepted=PEER_ACCESS_ALREADY_ENABLED)

@@ -19,6 +19,10 @@ class ArrayError(MemraError, ValueError):
     """An array of the wrong dtype, shape, stride, device, or one that overlaps another."""
 
 
+class ExportError(ArrayError, BufferError):
+    """An export that DLPack asked for and that cannot be given: a copy, another device, a stream or type it lacks."""
+
+
 class DeviceMismatch(MemraError, ValueError):
     """A device object that does not own what the call touches."""
 

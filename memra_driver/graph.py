@@ -95,6 +95,7 @@ class Graph(Closing):
         self.e = e
         self.moves: list[Move] = []
         self.batches: set[CacheBatch] = set()  # whose tables it reads
+        self.kept: list[Any] = []  # the arrays that it reads and writes
         self.is_closed = False
         self._recording = True
 
@@ -177,6 +178,7 @@ class Graph(Closing):
     def close(self) -> None:
         """Frees the graph; may be called twice."""
         self.is_closed = True
+        self.kept.clear()
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -207,6 +209,10 @@ class HostGraph(Graph):
     def __init__(self, e: Any) -> None:
         super().__init__(e)
         self.calls: list[tuple[Any, ...]] = []
+
+    def close(self) -> None:
+        super().close()
+        self.calls.clear()
 
     def _run(self) -> None:
         for call, *args in self.calls:

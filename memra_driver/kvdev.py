@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from memra_driver import driver, reference, reference_attend
+from memra_driver.context import in_a_fork
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
@@ -239,9 +240,9 @@ class CudaDev(_SliceDev):
     def close(self) -> None:
         """Ends the work, unloads the kernels, frees what is this device's own; may be called twice.
 
-        Close the caches first: their slices live on this stream.
+        Close the caches first: their slices live on this stream. In a forked child it does nothing.
         """
-        if self.stream.is_closed:
+        if self.stream.is_closed or in_a_fork():
             return
         self.stream.synchronize()
         for each in (*self._attached, *self._scratch, *filter(None, [self._table])):

@@ -3,7 +3,7 @@
 A slice talks to its memory through a few operations (`Memory`): a `CudaStream` is the memory of a GPU, a `HostMemory`
 that of the host, so one `CudaSlice` serves both. `close()` may be called twice. What is not closed is freed when the
 object dies; such a free never raises, its error is handed to the memory (`record_error`). Nothing is freed at the end
-of the process.
+of the process. Memory that went out through DLPack stays until the last consumer has let it go, also after `close()`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ArrayError, MemraError, StateError
+from . import dlpack
+from .errors import ArrayError, ExportError, MemraError, StateError
 
 ALIGNMENT = 256  # bytes; the driver's allocations have it, host memory follows
 
@@ -37,6 +38,12 @@ class Memory(Protocol):
 
     def record_error(self, error: MemraError) -> None:
         """Keeps an error of a finaliser, to be raised by a later call."""
+
+    def lend(self, ptr: int, stream: int | None) -> None:
+        """Memory of the allocation at `ptr` (0: of none) goes to a reader on `stream`, as DLPack writes it.
+
+        The reader's stream waits for the work on this memory. Raises ExportError for a stream that cannot be.
+        """
 
     def export_stream(self) -> int | None:
         """The stream that a reader of the memory must wait for, as the CUDA array interface writes it."""
@@ -104,6 +111,10 @@ class HostMemory:
     def record_error(self, error: MemraError) -> None:
         """Nothing can fail here that a later call should hear of."""
 
+    def lend(self, ptr: int, stream: int | None) -> None:
+        if stream is not None:
+            raise ExportError(f"memory of the host has no stream; DLPack asks for {stream!r}")
+
     def export_stream(self) -> int | None:
         return None
 
@@ -124,24 +135,59 @@ def _free_quietly(memory: Memory, ptr: int, nbytes: int) -> None:
         memory.record_error(error)
 
 
+class _Allocation:
+    """Bytes of a memory, freed once: by `free`, or with the last object that holds this."""
+
+    def __init__(self, memory: Memory, nbytes: int) -> None:
+        self.memory, self.nbytes = memory, nbytes
+        self.ptr = memory.alloc_bytes(nbytes)
+        self._loan: weakref.ref[_Loan] | None = None
+        self._end = weakref.finalize(self, _free_quietly, memory, self.ptr, nbytes)
+        self._end.atexit = False
+
+    def loan(self) -> _Loan:
+        """What keeps the bytes while somebody else has them: one object for all that have, gone with the last."""
+        loan = None if self._loan is None else self._loan()
+        if loan is None:
+            loan = _Loan(self)
+            self._loan = weakref.ref(loan)
+        return loan
+
+    def free(self) -> None:
+        """Frees the bytes; while they are on loan the end of the loan does that."""
+        if (self._loan is None or self._loan() is None) and self._end.detach() is not None:
+            self.memory.free_bytes(self.ptr, self.nbytes)
+
+
+class _Loan:
+    __slots__ = ("__weakref__", "allocation")
+
+    def __init__(self, allocation: _Allocation) -> None:
+        self.allocation = allocation
+
+
 class CudaSlice(Closing):
     """`len` elements of `dtype` at `ptr`, uninitialised at birth; the owner of its allocation.
 
     `ptr` is 0 when there is nothing in it (no memory is asked for then), `device` is -1 on the host. Raises
     DriverOutOfMemory. After `close()` everything but `len`, `dtype`, `nbytes`, `device` raises StateError.
+
+    Other libraries take it in place, as one dimension, through DLPack and `__cuda_array_interface__` (on the host
+    through DLPack): both see every later change, so what a cache owns is to be read, and `ssm_state` changes its
+    address with each eager scan. bf16 is exported as uint16, quantised planes as bytes.
     """
+
+    _allocation: _Allocation | None = None  # of an owner that is open and not empty
 
     def __init__(self, memory: Memory, length: int, dtype: npt.DTypeLike = np.float32) -> None:
         kind, length = _plain(dtype), operator.index(length)
         if length < 0:
             raise ArrayError(f"a slice of {length} elements")
         nbytes = length * kind.itemsize
-        ptr = memory.alloc_bytes(nbytes) if nbytes else 0
-        self._describe(memory, ptr, length, kind)
+        if nbytes:
+            self._allocation = _Allocation(memory, nbytes)
+        self._describe(memory, self._allocation.ptr if self._allocation else 0, length, kind)
         self._open = [True]  # shared with the views, emptied by close()
-        if ptr:
-            self._free = weakref.finalize(self, _free_quietly, memory, ptr, nbytes)
-            self._free.atexit = False
 
     def _describe(self, memory: Memory, ptr: int, length: int, dtype: np.dtype[Any]) -> None:
         self.memory = memory
@@ -165,12 +211,16 @@ class CudaSlice(Closing):
         return not self._open
 
     def close(self) -> None:
-        """Frees the memory, in stream order; views of it are closed with it."""
+        """Frees the memory, in stream order; views of it are closed with it.
+
+        Arrays that other libraries have of it through DLPack stay good, and the last of them frees it.
+        """
         if not self._open:
             return
         self._open.clear()
-        if self._ptr and self._free.detach() is not None:
-            self.memory.free_bytes(self._ptr, self.nbytes)
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            allocation.free()
 
     def __len__(self) -> int:
         return self.len
@@ -219,11 +269,51 @@ class CudaSlice(Closing):
         if ptr:
             self.memory.write(ptr, array)
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(2, ordinal) for a GPU, (1, 0) for the host."""
+        return dlpack.device_pair(self.device)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule over the same memory, shape (len,), that keeps it alive, also when this and its device are closed.
+
+        stream: the consumer's, which waits for the work enqueued on this memory, the host does not. A handle; None or
+        1 the legacy default stream, 2 that of the thread, -1 nothing waits. On the host None. Raises ExportError (a
+        BufferError) for a copy, another device, stream 0, a dtype without a DLPack type; StateError.
+        """
+        if copy:
+            raise ExportError("DLPack asks for a copy; to_numpy() makes one")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise ExportError(
+                f"DLPack asks for device {tuple(dl_device)}; this lives on {self.__dlpack_device__()}, and to_numpy()"
+                " copies to the host"
+            )
+        ptr, owner = self.ptr, self._owner()
+        allocation = owner._allocation
+        keep = owner if allocation is None else allocation.loan()
+        capsule = dlpack.export(ptr, self.len, self.dtype, self.device, max_version, keep)
+        self.memory.lend(0 if allocation is None else allocation.ptr, stream)
+        return capsule
+
+    def _owner(self) -> CudaSlice:
+        return self
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, over the same memory; a consumer sees every later change. Not offered on the host."""
+        """Version 3, over the same memory. Not offered on the host, nor once closed.
+
+        It keeps the object, not the memory: `close()` frees that under a consumer.
+        """
         if not self._open or self.device < 0:
             raise AttributeError("__cuda_array_interface__")
+        allocation = self._owner()._allocation
+        self.memory.lend(0 if allocation is None else allocation.ptr, dlpack.NO_SYNC)
         return {
             "shape": (self.len,),
             "typestr": self.dtype.str,
@@ -262,3 +352,6 @@ class CudaView(CudaSlice):
     def close(self) -> None:
         """Closes the view only."""
         self._open = []
+
+    def _owner(self) -> CudaSlice:
+        return self.owner

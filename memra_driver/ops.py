@@ -1,9 +1,18 @@
 """What an engine calls each step: the cache's own arithmetic, on either device.
 
 `e` is the device that owns layer `il`. Inputs are f32, C-contiguous and token-major: a CudaSlice
-(flat), an array with `__cuda_array_interface__` on that device, or a NumPy array on the host device.
-Results go into `out` arguments. Every call is enqueued on the owner's stream and waits for nothing
-(the host device computes at once). T = 0 does nothing.
+(flat), an array with DLPack or `__cuda_array_interface__` on that device, or, on the host device, a
+NumPy array or a DLPack tensor of the host; used in place. Results go into `out` arguments. Every call
+is enqueued on the owner's stream and waits for nothing (the host device computes at once). T = 0 does
+nothing.
+
+The owner's stream waits for the work that an array's protocol tells of: DLPack orders the producer's
+current stream, the array interface names one; a CudaSlice is taken as it is. A call holds its arrays
+until it has enqueued. That is enough where their memory is freed in the order of the same stream (the
+device was made on the library's stream, a CudaSlice is of this device); on another stream keep them
+until the owner's stream has passed, and make the reader of an `out` wait (`e.stream.release_to`). A
+recorded call waits for no other stream, whoever fills its arrays orders that before each launch, and
+the graph keeps them.
 
 `cache` is a Cache, or a CacheBatch of B sequences: then each array holds one block of T rows per sequence, [B, T, ..]
 or flat, one launch serves all, and row b has the bits of the single call.
@@ -24,7 +33,7 @@ from memra_driver.interop import Operand, operand, refuse_overlap, vector
 from memra_driver.kernels import attend_kernel
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
-from memra_driver.place import has_kernels, ordinal
+from memra_driver.place import has_kernels
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
 
 if TYPE_CHECKING:
@@ -93,7 +102,7 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
     layer = _recur(e, cache, il)
     inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
     rows = _count(cache, inputs, layer.conv_dim)
-    weights = operand(w, "w", (layer.d_conv,), _F32, ordinal(e), rows=layer.conv_dim, out=False)
+    weights = operand(w, "w", (layer.d_conv,), _F32, e, rows=layer.conv_dim, out=False)
     result = _rows(e, cache, out, "out", (layer.conv_dim,), rows, out=True)
     refuse_overlap({"out": result} | _planes(cache, il, "conv_state"), {"x": inputs, "w": weights})
     if rows == 0:
@@ -126,7 +135,7 @@ def gdn_prep(
     for name, value in (("alpha", alpha), ("beta_raw", beta_raw)):
         inputs[name] = _rows(e, cache, value, name, (heads,), rows)
     for name, value in (("dt_bias", dt_bias), ("a", a)):
-        inputs[name] = vector(value, name, heads, ordinal(e))
+        inputs[name] = vector(value, name, heads, e)
     outputs = {}
     for name, value in (("q", q), ("k", k), ("v", v)):
         outputs[name] = _rows(e, cache, value, name, (heads, size), rows, out=True)
@@ -262,7 +271,7 @@ def _rows(
     e: Any, cache: Cache | CacheBatch, value: Any, name: str, columns: tuple[int, ...], rows: int | None = None, *,
     dtypes: Any = _F32, out: bool = False,
 ) -> Operand:  # fmt: skip
-    return operand(value, name, columns, dtypes, ordinal(e), rows=rows, out=out, batch=cache.batch)
+    return operand(value, name, columns, dtypes, e, rows=rows, out=out, batch=cache.batch)
 
 
 def _count(cache: Cache | CacheBatch, first: Operand, per_row: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, StateError
 from memra_driver.interop import operand
 from memra_driver.layout import CacheState, StepOp
-from memra_driver.place import Action, ordinal, run_actions
+from memra_driver.place import Action, run_actions
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -119,7 +119,7 @@ class Round:
         cache, rows = self.cache, self._rows()
         if len(cache.devices) > 1:
             raise DeviceMismatch("commit_from_device serves caches on one device; this one spans several")
-        count = operand(accept_d, "accept_d", (1,), (np.int32,), ordinal(self.e), rows=1, out=False)
+        count = operand(accept_d, "accept_d", (1,), (np.int32,), self.e, rows=1, out=False)
         actions: list[Action] = []
         for il, layer in self._recurrent():
             actions += self._commit_layer(layer.owner, il, layer, count, 0, rows, swap=False)

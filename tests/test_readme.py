@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from standin import StandIn
 
 import memra_driver
 from memra_driver import config, layout
@@ -13,8 +15,12 @@ from memra_driver import config, layout
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TENSORS = [block for block in BLOCKS if re.search(r"^import (torch|cupy)$", block, re.MULTILINE)]
+
+
 def test_the_python_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    blocks = [block for block in BLOCKS if block not in TENSORS]
     assert len(blocks) == 4
     scope: dict[str, object] = {}
     for block in blocks:
@@ -22,6 +28,39 @@ def test_the_python_examples_run_in_order(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 3 ")
     assert lines[1] == "5 [5, 5]"
+
+
+def check_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs the program for torch and CuPy."""
+    (block,) = TENSORS
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == ["True True", "0 0.0", "32 128"]
+
+
+@pytest.mark.standin
+def test_the_example_for_tensors_runs_on_numpy_and_the_stand_in(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from array_library import Library
+
+    library = Library()
+    monkeypatch.setitem(sys.modules, "torch", library.torch())
+    monkeypatch.setitem(sys.modules, "cupy", library.cupy())
+    check_tensors(capsys)
+    assert standin.calls("cuEventRecord") == []  # one stream: nothing has to be put in order
+    assert len(standin.calls("cuStreamCreate")) == 1
+    library.close()
+
+
+@pytest.mark.gpu
+def test_the_example_for_tensors_runs_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    before = torch.cuda.current_stream()
+    try:
+        check_tensors(capsys)
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def test_every_preset_is_named() -> None:

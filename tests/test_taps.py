@@ -169,7 +169,7 @@ def test_a_sink_that_does_not_fit_is_not_assigned(dev: Any, player: Player) -> N
         (ArrayError, [1], dev.zeros(2 * HIDDEN - 1), HIDDEN, 2),
         (ArrayError, [1], dev.alloc_u8(4 * HIDDEN), HIDDEN, 1),
         (ArrayError, [1], None, HIDDEN, 1),
-        (StateError, [1], closed, HIDDEN, 1),
+        (ArrayError, [1], closed, HIDDEN, 1),
     ):
         with pytest.raises(error):
             cache.dflash_taps = DflashTapSink(ids, buf, hidden, t)

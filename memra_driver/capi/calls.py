@@ -19,7 +19,6 @@ from memra_driver.health import Health
 from memra_driver.interop import operand
 from memra_driver.layout import HealthC, SnapshotC
 from memra_driver.memory import Closing
-from memra_driver.place import ordinal
 
 CAPTURE_YOURS = 1
 
@@ -61,8 +60,8 @@ def digest(cache: Any) -> str:
 
 def park_logits(cache: Any, row: Any) -> None:
     """As Cache.park_logits; the buffer, where it has to be made, is the library's."""
-    device = ordinal(cache.devices[cache.plan.placement[-1]])
-    source = operand(row, "row", (max(cache.cfg.n_vocab, 1),), (np.float32,), device, rows=1, out=False)
+    e = cache.devices[cache.plan.placement[-1]]
+    source = operand(row, "row", (max(cache.cfg.n_vocab, 1),), (np.float32,), e, rows=1, out=False)
     _call(cache, "memra_park_logits", source.ptr)
 
 
@@ -147,7 +146,7 @@ def round_commit(cache: Any, accept_len: int) -> None:
 
 def round_commit_from_device(cache: Any, accept_d: Any) -> None:
     """As Round.commit_from_device."""
-    count = operand(accept_d, "accept_d", (1,), (np.int32,), ordinal(cache.devices[0]), rows=1, out=False)
+    count = operand(accept_d, "accept_d", (1,), (np.int32,), cache.devices[0], rows=1, out=False)
     _call(cache, "memra_round_commit_from_device", count.ptr)
 
 

@@ -12,7 +12,6 @@ from memra_driver.capi.device import bind
 from memra_driver.errors import ArrayError, DeviceMismatch, UnsupportedError
 from memra_driver.interop import Operand, vector
 from memra_driver.ops import _F32_OR_BF16, _count, _rows
-from memra_driver.place import ordinal
 
 
 def append_kv(e: Any, cache: Any, il: int, k_rows: Any, v_rows: Any) -> None:
@@ -73,7 +72,7 @@ def gdn_prep(
     first = _rows(e, cache, conv_out, "conv_out", (dim,))
     rows = _count(cache, first, dim)
     gates = [_rows(e, cache, each, name, (heads,), rows) for name, each in (("alpha", alpha), ("beta_raw", beta_raw))]
-    constants = [vector(each, name, heads, ordinal(e)) for name, each in (("dt_bias", dt_bias), ("a", a))]
+    constants = [vector(each, name, heads, e) for name, each in (("dt_bias", dt_bias), ("a", a))]
     vectors = [_rows(e, cache, x, name, (heads, size), rows, out=True) for name, x in (("q", q), ("k", k), ("v", v))]
     made = [_rows(e, cache, x, name, (heads,), rows, out=True) for name, x in (("g_log", g_log), ("beta", beta))]
     _call(cache, "memra_gdn_prep", il, rows, first, *gates, *constants, *vectors, *made, eps)
