@@ -3,8 +3,8 @@
     python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [embed] [runs]      (all five when none is named)
 
 suite: `pytest --gpu tests`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer
-over `check --small`, where every plane is an allocation of its own. embed: the same over the engine in C. runs: the main job on two models. The last lines
-are a table; the exit status is 1 where anything failed.
+over `check --small`, where every plane is an allocation of its own. embed: the same over the engine in C. runs: the
+main job on two models. The last lines are a table; the exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def sanitized(tool: str, *command: str) -> tuple[Line, str]:
     summary = re.findall(r"=+ (.*SUMMARY.*)", text)
     if status:
         print(text[-3000:])
-    return (tool, status == 0 and bool(summary), summary[-1] if summary else "no summary", time.monotonic() - begin), text
+    said = summary[-1] if summary else "no summary"
+    return (tool, status == 0 and bool(summary), said, time.monotonic() - begin), text
 
 
 def sanitizers() -> list[Line]:
@@ -117,8 +118,10 @@ def embed() -> list[Line]:
         cubins = str(Path(get_cubins(CudaContext(0).arch)[0]).parent)
         for tool in TOOLS:
             (_, passed, said, seconds), text = sanitized(tool, program, cubins)
-            tools[tool] = {"summary": said, "passed": passed, "printed": re.findall(r"^\w+ \d+ [0-9a-f]{64}$", text, re.M)}
-            lines.append((f"engine.c, {tool}", passed and len(tools[tool]["printed"]) == 4, said, seconds))
+            printed = re.findall(r"^\w+ \d+ [0-9a-f]{64}$", text, re.MULTILINE)
+            passed = passed and len(printed) == 4
+            tools[tool] = {"summary": said, "passed": passed, "printed": printed}
+            lines.append((f"engine.c, {tool}", passed, said, seconds))
     keep("embed", {"command": "compute-sanitizer --tool TOOL engine CUBINS", "tools": tools})
     return lines
 
