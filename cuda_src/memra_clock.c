@@ -217,6 +217,7 @@ int memra_settle(memra_cache *cache) {
         if (cache->kv[il].present) cache->kv[il].len = lens[il];
     free(lens);
     MEMRA_TRY(status);
+    if (cache->logits_sure) memra_keep_logits(cache, cache->logits_at - (cache->pos - pos));
     memra_end_step(cache, pos);
     cache->state = MEMRA_READY;
     memra_drop_logits_above(cache, pos);

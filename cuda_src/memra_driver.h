@@ -271,8 +271,10 @@ typedef struct memra_cache {
     memra_owned *owned;    /* what the library allocated; its owner releases each when the cache closes */
     uint32_t recorder;     /* enum memra_recorder: whose capture the cache takes part in */
     uint32_t strict;       /* 1: the calls that wait fail when the error record is not empty */
+    uint32_t logits_sure;  /* 1: parked behind every count that the host does not know; settle corrects logits_at */
+    uint32_t reserved;
 } memra_cache;
-MEMRA_SIZE(memra_cache, 304);
+MEMRA_SIZE(memra_cache, 312);
 MEMRA_FIELD(memra_cache, struct_size, 0);
 MEMRA_FIELD(memra_cache, abi_version, 4);
 MEMRA_FIELD(memra_cache, kv, 8);
@@ -301,6 +303,8 @@ MEMRA_FIELD(memra_cache, snapshots, 280);
 MEMRA_FIELD(memra_cache, owned, 288);
 MEMRA_FIELD(memra_cache, recorder, 296);
 MEMRA_FIELD(memra_cache, strict, 300);
+MEMRA_FIELD(memra_cache, logits_sure, 304);
+MEMRA_FIELD(memra_cache, reserved, 308);
 
 /* The error record. Every kernel takes its address and the layer that it works for.
  * first[kind] is 0 while kind was never seen, else UINT64_MAX - (position << 16 | layer): the

@@ -39,7 +39,8 @@ int memra_graph_touch(struct memra_graph *graph, memra_cache *cache) {
     if (move == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for a capture");
     *move = (memra_move){
         .cache = cache, .begin_pos = cache->pos, .begin_logits = cache->last_logits_dev,
-        .begin_logits_at = cache->logits_at, .begin_sure_pos = cache->sure_pos, .begin_state = cache->state,
+        .begin_logits_at = cache->logits_at, .begin_logits_sure = cache->logits_sure,
+        .begin_sure_pos = cache->sure_pos, .begin_state = cache->state,
         .begin_lens = calloc(n, sizeof(int64_t)), .appended = calloc(n, 1), .logits_at = -1};
     if (move->begin_lens == NULL || move->appended == NULL) {
         free_move(move);
@@ -102,6 +103,7 @@ static void put_back(const memra_move *move) {
     cache->sure_pos = move->begin_sure_pos;
     cache->last_logits_dev = move->begin_logits;
     cache->logits_at = move->begin_logits_at;
+    cache->logits_sure = move->begin_logits_sure;
     for (int64_t il = 0; il < cache->n_layer; il++) cache->kv[il].len = move->begin_lens[il];
 }
 
@@ -275,10 +277,12 @@ int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t launches) {
     MEMRA_TRY(check_move(move));
     const int64_t begin = cache->pos, end = begin + move->tokens * launches;
     if (cache->state == MEMRA_READY) memra_give_up(cache, begin);
-    memra_drop_unsure_logits(cache);
+    if (move->unsettles || !cache->logits_sure) memra_drop_unsure_logits(cache);
     if (move->parks) {
         cache->last_logits_dev.slice = move->logits;
         memra_keep_logits(cache, move->logits_at < 0 ? -1 : begin + moved + move->logits_at);
+        /* Its token stands wherever the cache does, though the host knows only the most that this can be. */
+        cache->logits_sure = move->logits_at >= 0 && cache->state == MEMRA_UNSETTLED && !move->unsettles;
     }
     memra_end_step(cache, end);
     for (int64_t il = 0; il < cache->n_layer; il++)

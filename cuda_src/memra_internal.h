@@ -279,7 +279,7 @@ typedef struct memra_move {  /* what one launch does to a cache */
     memra_cache *cache;   /* NULL: closed since */
     int64_t begin_pos, begin_logits_at, begin_sure_pos;
     memra_logits begin_logits;
-    uint32_t begin_state;
+    uint32_t begin_state, begin_logits_sure;
     int64_t *begin_lens;  /* n_layer */
     int64_t need;         /* positions from pos on that a launch may write */
     int64_t tokens;

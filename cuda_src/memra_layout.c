@@ -35,6 +35,7 @@ static const memra_layout_row rows[] = {
     F(memra_cache, logits_at), F(memra_cache, sure_pos), F(memra_cache, round_width), F(memra_cache, round_limit),
     F(memra_cache, max_rows), F(memra_cache, n_vocab), F(memra_cache, logits), F(memra_cache, taps),
     F(memra_cache, snapshots), F(memra_cache, owned), F(memra_cache, recorder), F(memra_cache, strict),
+    F(memra_cache, logits_sure), F(memra_cache, reserved),
     S(memra_health), F(memra_health, count), F(memra_health, first), F(memra_health, flags), F(memra_health, reserved),
     S(memra_seq), F(memra_seq, k), F(memra_seq, v), F(memra_seq, len_d), F(memra_seq, conv_state),
     F(memra_seq, ssm_state), F(memra_seq, pos_d), F(memra_seq, health), F(memra_seq, max_ctx),

@@ -328,6 +328,7 @@ int memra_end(memra_cache *cache, const bool *done, int status) {
 
 void memra_keep_logits(memra_cache *cache, int64_t at) {
     cache->logits_at = at;
+    cache->logits_sure = 0;
     cache->last_logits_dev.present = at >= 0;
 }
 

@@ -181,6 +181,7 @@ class CacheBeside(CacheRules):
 
     def keep_logits(self, at: int | None) -> None:
         """The logits in the buffer belong to the length `at`; None: they are forgotten, and the buffer stays."""
+        self._c.logits_sure = 0
         self._c.logits_at = -1 if at is None else at
         self._c.last_logits_dev.present = int(at is not None)
 
@@ -196,13 +197,14 @@ class CacheBeside(CacheRules):
 
     def kept_logits(self) -> Any:
         """What restore_logits takes: where logits are parked, and whose they are."""
-        return bytes(self._c.last_logits_dev.slice), self._logits, self.logits_at
+        return bytes(self._c.last_logits_dev.slice), self._logits, self.logits_at, self._c.logits_sure
 
     def restore_logits(self, kept: Any) -> None:
         """Back to what kept_logits returned."""
-        raw, self._logits, at = kept
+        raw, self._logits, at, sure = kept
         self._c.last_logits_dev.slice = layout.SliceC.from_buffer_copy(raw)
         self.keep_logits(at)
+        self._c.logits_sure = sure
 
     def _armed(self) -> tuple[Any, ...]:
         c = self._c.dflash_taps

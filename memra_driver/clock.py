@@ -80,6 +80,8 @@ class CacheClock(CacheBeside):
         lens = {il: int(layer.len_d.to_numpy()[0]) for il, layer in enumerate(self.kv) if layer is not None}
         for il, length in lens.items():
             self.kv_layer(il).len = length
+        if self._c.logits_sure:
+            self.keep_logits(self._c.logits_at - (self.pos - pos))
         self.end_step(pos)
         self.set_state(CacheState.READY)
         self.drop_logits_above(pos)
@@ -95,7 +97,8 @@ class CacheClock(CacheBeside):
             graph.move_of(self).unsettles = True
 
     def drop_unsure_logits(self) -> None:
-        """Before tokens follow on a count that the host does not know: whether logits parked with it stand is lost."""
+        """Before tokens follow on a count that the host does not know: whether logits parked with it stand, or where
+        logits parked behind it, is lost."""
         if self.state is CacheState.UNSETTLED:
             self.drop_logits_above(self._c.sure_pos)
 
@@ -133,10 +136,13 @@ class CacheClock(CacheBeside):
         begin = self.pos
         if self.state is CacheState.READY:
             self.give_up(begin)
-        self.drop_unsure_logits()
+        if move.unsettles or not self._c.logits_sure:
+            self.drop_unsure_logits()
         if move.parked is not None:
             last = begin + move.tokens * (launches - 1)
             self.hold_logits(move.parked, None if move.logits_at is None else last + move.logits_at)
+            # Its token stands wherever the cache does, though the host knows only the most that this can be.
+            self._c.logits_sure = self.state is CacheState.UNSETTLED and not move.unsettles
         self.end_step(self.pos + move.tokens * launches)
         for il in move.appended:
             self.kv_layer(il).len = self.pos

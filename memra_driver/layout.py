@@ -205,6 +205,8 @@ class CacheC(Structure):
         ("owned", POINTER(OwnedC)),
         ("recorder", c_uint32),
         ("strict", c_uint32),
+        ("logits_sure", c_uint32),
+        ("reserved", c_uint32),
     )
 
 

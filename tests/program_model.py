@@ -77,6 +77,7 @@ class Model(RuleBasedStateMachine):
         self.past_round: Round | None = None
         self.kept: list[Kept] = []
         self.parked: tuple[float, int] | None = None  # value, and the length that it belongs to
+        self.parked_sure = False  # behind every count that the host does not know
         self.can_park = False  # in a capture, which allocates nothing: once something was parked
         self.taps = Taps()
         self.where = addresses(self.cache)
@@ -139,13 +140,14 @@ class Model(RuleBasedStateMachine):
 
     # What it learns.
 
-    def moved(self, tokens: Sequence[int], most: int, *, unsettles: bool = False) -> None:
+    def moved(self, tokens: Sequence[int], most: int, *, unsettles: bool = False, launched: bool = False) -> None:
         """A step or round has ended: `tokens` stand now, of which the host knows that they are at most `most`."""
         before = self.pos
         self.tokens += tokens
         self.pos += most
         if self.state is UNSETTLED and most:
-            self.drop_logits_above(self.sure)
+            if unsettles or not launched or not self.parked_sure:
+                self.drop_logits_above(self.sure)
         elif unsettles:
             self.state, self.sure = UNSETTLED, before
         self.drop_logits_above(self.pos)
@@ -163,7 +165,7 @@ class Model(RuleBasedStateMachine):
 
     def drop_logits_above(self, length: int) -> None:
         if self.parked is not None and self.parked[1] > length:
-            self.parked = None
+            self.parked, self.parked_sure = None, False
 
     # What holds after every call.
 

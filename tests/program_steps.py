@@ -167,5 +167,7 @@ class Steps(Model):
         allowed = self.round is None and self.state is not PENDING
         self.attempt(allowed, lambda: self.cache.settle(self.e))
         if allowed and self.state is UNSETTLED:
-            self.state, self.pos = READY, len(self.tokens)
+            if self.parked is not None and self.parked_sure:
+                self.parked = self.parked[0], self.parked[1] - (self.pos - len(self.tokens))
+            self.state, self.pos, self.parked_sure = READY, len(self.tokens), False
             self.drop_logits_above(self.pos)

@@ -148,9 +148,9 @@ class Programs(Steps):
         if made.a_round:
             self.moved(tokens[: accept if 0 <= accept <= WIDTH else 0], WIDTH, unsettles=True)
         else:
-            self.moved(tokens, made.rows)
+            self.moved(tokens, made.rows, launched=True)
         if made.park:
-            self.parked = self.park_value, self.pos
+            self.parked, self.parked_sure = (self.park_value, self.pos), self.state is UNSETTLED and not made.a_round
 
     @event(lambda self: self.can_replay(1), wide=BOTH, tokens=TOKENS, accept=COUNTS)
     def launch(self, wide: bool, tokens: list[int], accept: int) -> None:
@@ -196,6 +196,7 @@ class Programs(Steps):
         self.attempt(allowed, lambda: self.cache.park_logits(self.e, row))
         if allowed:
             self.parked, self.can_park = (self.park_value, self.pos + len(self.step)), True
+            self.parked_sure = False
 
     @event(
         lambda self: self.at_rest and self.state is not PENDING, rows=range(1, WIDTH + 1), tokens=TOKENS,

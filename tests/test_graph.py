@@ -254,6 +254,64 @@ def test_logits_parked_in_a_captured_round_stand_only_when_all_its_rows_do(playe
     graph.close()
 
 
+@pytest.mark.parametrize("again", ["", "step", "plain step"])
+@pytest.mark.parametrize("accept", [0, 2, WIDTH])
+def test_logits_of_a_step_behind_a_count_that_the_host_does_not_know_are_kept(
+    player: Player, accept: int, again: str
+) -> None:
+    """Their token stands, wherever that is; settle finds out where."""
+    cache, e = player.cache, player.e
+    row = e.zeros(16)
+    player.step(TRUE, TRUE)
+    warm(player)
+    cache.park_logits(e, row)
+    lane = player.lane(1)
+    graphs = []
+    for parks in (True, False):
+        with e.capture() as graph:
+            lane.run(cache)
+            if parks:
+                cache.park_logits(e, row)
+            cache.advance(e)
+        graphs.append(graph)
+    play(player, WIDTH, accept, "device")
+    launched = [graphs[0], *{"": [], "step": [graphs[0]], "plain step": [graphs[1]]}[again]]
+    for n, graph in enumerate(launched):
+        if graph is graphs[0]:
+            row.copy_from(np.full(16, n + 1, np.float32))
+        lane.fill((player.start, [TRUE]))
+        graph.launch()
+        player.tokens.append(TRUE)
+    cache.settle(e)
+    player.check()
+    assert parked(player) == (2 if again == "step" else 1)
+    assert cache.logits_at == len(player.tokens) - (again == "plain step")
+    for graph in graphs:
+        graph.close()
+
+
+def test_logits_of_such_a_step_are_lost_behind_another_count(player: Player) -> None:
+    cache, e = player.cache, player.e
+    row = e.zeros(16)
+    player.step(TRUE, TRUE)
+    warm(player)
+    cache.park_logits(e, row)
+    lane = player.lane(1)
+    with e.capture() as graph:
+        lane.run(cache)
+        cache.park_logits(e, row)
+        cache.advance(e)
+    play(player, WIDTH, 2, "device")
+    lane.fill((player.start, [TRUE]))
+    graph.launch()
+    player.tokens.append(TRUE)
+    play(player, WIDTH, 1, "device")
+    cache.settle(e)
+    player.check()
+    assert parked(player) is None
+    graph.close()
+
+
 # A graph that the engine launches itself
 
 

@@ -79,6 +79,7 @@ class Walk:
             assert addresses(self.cache) == addresses_before, done
             regions = now
         wanted = {"tapped launch", "refused for its taps", "parking launch", "launched three times", "disarmed"}
+        wanted |= {"step behind rounds"}
         assert self.seen == wanted
         for each in (*self.recorded.values(), self.snap):
             each.close()
@@ -161,9 +162,9 @@ class Walk:
         self.player.tokens += tokens[:accept]
 
     def has_parked(self, made: Recorded) -> None:
-        """Behind launches that the cache knows of: its logits belong to the most that may stand."""
+        """Behind launches that the cache knows of: a round's logits belong to the most that may stand."""
         if made.park:
-            self.parked = self.value, self.cache.pos
+            self.parked = self.value, self.cache.pos if made.a_round else len(self.player.tokens)
             self.seen.add("parking launch")
 
     def launch(self, name: str, tokens: list[int], accept: int | None = None, *, look: bool = True) -> None:
@@ -196,9 +197,16 @@ class Walk:
         for _ in range(self.chance.randint(1, 2)):  # the second on the device clock
             accept = self.chance.randint(0, WIDTH)
             self.launch("round", draft(WIDTH, accept), accept, look=False)
+        parked = self.recorded["round"].park
+        if self.chance.random() < 0.5 and self.taps.serve(self.recorded["step"]):
+            if parked:
+                self.parked = None  # whether the round's stand is lost behind a step
+            self.launch("step", [TRUE])
+            parked |= self.recorded["step"].park
+            self.seen.add("step behind rounds")
         if self.chance.random() < 0.3:
-            if self.recorded["round"].park and self.cache.state is CacheState.UNSETTLED:
-                self.parked = None  # whether its token stands is not known here
+            if parked and self.cache.state is CacheState.UNSETTLED:
+                self.parked = None  # whether its token stands, or where, is not known here
             play(self.player, 2, self.chance.randint(0, 2), "device", look=False)
 
     def engine_launches(self) -> None:
