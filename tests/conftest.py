@@ -12,8 +12,10 @@ import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import echo_kernels
 import gpu_results
 import numpy as np
 import pytest
@@ -197,6 +199,35 @@ def as_recorded(request: pytest.FixtureRequest, cuda: Any) -> Callable[[Any, Any
 @pytest.fixture
 def host(make_dev: MakeDev) -> Any:
     return make_dev("host")
+
+
+@pytest.fixture
+def c_library(standin: standin_module.StandIn) -> Any:
+    """The C library on the stand-in driver."""
+    from memra_driver import capi
+
+    reason = c_library_missing()
+    if reason:
+        pytest.skip(reason)
+    return capi.load()
+
+
+@pytest.fixture
+def c_device(c_library: Any, standin: standin_module.StandIn) -> Iterator[Any]:
+    """A device of the C library as C has it; the trace begins behind its birth."""
+    from memra_driver.capi.device import LibraryDevice
+
+    made = LibraryDevice(c_library, 0, stream=None)
+    standin.clear_trace()
+    yield made
+    standin.clear_failures()
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that keep their arguments and compute nothing, for `standin.use_kernels`."""
+    return echo_kernels.build(tmp_path_factory.mktemp("echo"))
 
 
 @pytest.fixture

@@ -42,11 +42,6 @@ def e(make_dev: MakeDev) -> Any:
     return make_dev("cuda")
 
 
-@pytest.fixture(scope="module")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return echo_kernels.build(tmp_path_factory.mktemp("echo"))
-
-
 def cubin(source: str) -> bytes:
     return nvrtc.compile_cubin(source, "sm_90")
 
