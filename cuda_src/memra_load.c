@@ -114,7 +114,7 @@ static int read_file(const char *path, span *out) {
     unsigned char *bytes = NULL;
     const bool sized = fseek(file, 0, SEEK_END) == 0;
     const long size = sized ? ftell(file) : -1;
-    if (size >= 0) bytes = malloc((size_t)size + 1);
+    if (size >= 0 && size < INT32_MAX) bytes = malloc((size_t)size + 1); /* a folder says that it is larger */
     const bool whole = bytes && fseek(file, 0, SEEK_SET) == 0 && fread(bytes, 1, (size_t)size, file) == (size_t)size;
     fclose(file);
     if (!whole) {

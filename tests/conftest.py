@@ -67,6 +67,8 @@ def _keep_context() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     through_c = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
+    if standin_module.SANITIZED:  # the tests of the library itself do there
+        through_c = False
     if through_c and not any(metafunc.definition.iter_markers("not_through_c")):
         metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)
 
@@ -137,12 +139,19 @@ def cuda_kind(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def c_library_missing() -> str | None:
-    """Why there is no C library here, or None; the package's own is brought up to date."""
+    """Why there is no C library here, or None; the package's own is brought up to date.
+
+    With MEMRA_CPU_SANITIZE=1 a sanitized one stands in for it.
+    """
     from memra_driver import native
     from memra_driver.errors import CompileError
 
     try:
-        native.build()
+        if standin_module.SANITIZED:
+            checked = native.build(standin_module.cache_dir() / "native-sanitized", standin_module.SANITIZERS)
+            native.library = lambda: checked
+        else:
+            native.build()
     except CompileError as error:
         return str(error)
     return None
