@@ -10,7 +10,7 @@ enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
     NON_BLOCKING = 1,      /* CU_STREAM_NON_BLOCKING */
     PER_THREAD_STREAM = 2, /* the handles up to this one are default streams, which have no context of their own */
-    DEINITIALIZED = 4, CONTEXT_IS_DESTROYED = 709,
+    DEINITIALIZED = 4, INVALID_CONTEXT = 201, CONTEXT_IS_DESTROYED = 709,
     TABLE_ENTRIES = 4096   /* of the copy table that a device is born with */
 };
 
@@ -139,8 +139,10 @@ static int take_apart(memra_device *device, int status) {
     for (int32_t i = 0; i < device->n_libraries; i++)
         keep(&status, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));
     if (device->owns_stream) keep(&status, "cuStreamDestroy()", memra_cu.cuStreamDestroy(device->stream));
-    if (device->owns_context)
-        keep(&status, "cuDevicePrimaryCtxRelease()", memra_cu.cuDevicePrimaryCtxRelease(device->device));
+    if (device->owns_context) {
+        const CUresult code = memra_cu.cuDevicePrimaryCtxRelease(device->device);
+        keep(&status, "cuDevicePrimaryCtxRelease()", code == INVALID_CONTEXT ? 0 : code); /* somebody has reset it */
+    }
     free(device);
     return status;
 }

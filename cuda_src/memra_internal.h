@@ -107,7 +107,6 @@ extern const char *const memra_kernel_names[MEMRA_N_KERNELS];
 /* After loading: refused where its parameters are others than ours; attend gets the shared memory that it needs. */
 int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device);
 int memra_kernel_loaded(const memra_device *device, enum memra_kernel k);  /* MEMRA_ERR_UNSUPPORTED where it is not */
-#define MEMRA_MAX_LIBRARIES 64
 
 typedef struct memra_scratch {  /* attention's partial sums; older, smaller buffers stay since graphs hold them */
     struct memra_scratch *next;
@@ -123,7 +122,7 @@ struct memra_device {
     CUstream stream;
     bool owns_context, owns_stream, has_arena, has_pools;
     int32_t arch;
-    CUlibrary libraries[MEMRA_MAX_LIBRARIES];
+    CUlibrary libraries[MEMRA_N_KERNELS];  /* each was loaded for a kernel that no other has */
     int32_t n_libraries;
     CUkernel kernels[MEMRA_N_KERNELS];
     memra_scratch *scratch;

@@ -27,6 +27,19 @@ static bool section(span image, const Elf64_Ehdr *header, uint64_t i, Elf64_Shdr
     return out->sh_type == SHT_NOBITS || holds(image, out->sh_offset, out->sh_size);
 }
 
+/* The segments lie behind all else: whether they are whole says where the cubin should end. */
+static bool has_segments(span image, const Elf64_Ehdr *header) {
+    Elf64_Phdr each;
+    if (header->e_phoff > image.n_bytes || (header->e_phnum && header->e_phentsize != sizeof each)) return false;
+    for (uint64_t i = 0; i < header->e_phnum; i++) {
+        const uint64_t offset = header->e_phoff + i * sizeof each;
+        if (!holds(image, offset, sizeof each)) return false;
+        memcpy(&each, image.bytes + offset, sizeof each);
+        if (!holds(image, each.p_offset, each.p_filesz)) return false;
+    }
+    return true;
+}
+
 /* Marks the kernels that have code in a cubin: section .text.<name>. */
 static int find_names(span image, bool found[MEMRA_N_KERNELS]) {
     Elf64_Ehdr header;
@@ -35,7 +48,8 @@ static int find_names(span image, bool found[MEMRA_N_KERNELS]) {
         return memra_fail(MEMRA_ERR_ARRAY, "memra_device_load: these %llu bytes are no cubin",
                           (unsigned long long)image.n_bytes);
     memcpy(&header, image.bytes, sizeof header);
-    bool whole = header.e_shentsize == sizeof each && section(image, &header, header.e_shstrndx, &names);
+    bool whole = has_segments(image, &header) && header.e_shentsize == sizeof each &&
+                 section(image, &header, header.e_shstrndx, &names) && names.sh_type == SHT_STRTAB;
     for (uint64_t i = 0; whole && i < header.e_shnum; i++) {
         whole = section(image, &header, i, &each) && each.sh_name < names.sh_size;
         if (!whole) break;
@@ -63,8 +77,6 @@ static int load(memra_device *device, span image, int *n_found) {
         n_new += found[k];
     }
     if (!n_new) return MEMRA_OK;
-    if (device->n_libraries == MEMRA_MAX_LIBRARIES)
-        return memra_fail(MEMRA_ERR_CAPACITY, "memra_device_load: a device takes %d cubins", MEMRA_MAX_LIBRARIES);
     CUlibrary library = NULL;
     char call[64];
     snprintf(call, sizeof call, "cuLibraryLoadData(%llu bytes)", (unsigned long long)image.n_bytes);
@@ -102,7 +114,7 @@ static int read_file(const char *path, span *out) {
     unsigned char *bytes = NULL;
     const bool sized = fseek(file, 0, SEEK_END) == 0;
     const long size = sized ? ftell(file) : -1;
-    if (size >= 0) bytes = malloc((size_t)size + 1);
+    if (size >= 0 && size < INT32_MAX) bytes = malloc((size_t)size + 1); /* a folder says that it is larger */
     const bool whole = bytes && fseek(file, 0, SEEK_SET) == 0 && fread(bytes, 1, (size_t)size, file) == (size_t)size;
     fclose(file);
     if (!whole) {

@@ -12,8 +12,10 @@ import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import echo_kernels
 import gpu_results
 import numpy as np
 import pytest
@@ -30,9 +32,9 @@ THROUGH_C = {
     f"test_{name}"
     for name in (
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
-        "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads", "many_layers", "ops",
-        "ops_arguments", "ops_results", "pipeline", "rollback", "round", "round_calls", "round_rules", "snapshots",
-        "steps", "taps", "threads",
+        "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads", "many_layers",
+        "ops", "ops_arguments", "ops_results", "pipeline", "rollback", "round", "round_calls", "round_rules",
+        "snapshots", "steps", "taps", "threads",
     )
 }  # fmt: skip
 
@@ -65,6 +67,8 @@ def _keep_context() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     through_c = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
+    if standin_module.SANITIZED:  # the tests of the library itself do there
+        through_c = False
     if through_c and not any(metafunc.definition.iter_markers("not_through_c")):
         metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)
 
@@ -135,12 +139,19 @@ def cuda_kind(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def c_library_missing() -> str | None:
-    """Why there is no C library here, or None; the package's own is brought up to date."""
+    """Why there is no C library here, or None; the package's own is brought up to date.
+
+    With MEMRA_CPU_SANITIZE=1 a sanitized one stands in for it.
+    """
     from memra_driver import native
     from memra_driver.errors import CompileError
 
     try:
-        native.build()
+        if standin_module.SANITIZED:
+            checked = native.build(standin_module.cache_dir() / "native-sanitized", standin_module.SANITIZERS)
+            native.library = lambda: checked
+        else:
+            native.build()
     except CompileError as error:
         return str(error)
     return None
@@ -197,6 +208,35 @@ def as_recorded(request: pytest.FixtureRequest, cuda: Any) -> Callable[[Any, Any
 @pytest.fixture
 def host(make_dev: MakeDev) -> Any:
     return make_dev("host")
+
+
+@pytest.fixture
+def c_library(standin: standin_module.StandIn) -> Any:
+    """The C library on the stand-in driver."""
+    from memra_driver import capi
+
+    reason = c_library_missing()
+    if reason:
+        pytest.skip(reason)
+    return capi.load()
+
+
+@pytest.fixture
+def c_device(c_library: Any, standin: standin_module.StandIn) -> Iterator[Any]:
+    """A device of the C library as C has it; the trace begins behind its birth."""
+    from memra_driver.capi.device import LibraryDevice
+
+    made = LibraryDevice(c_library, 0, stream=None)
+    standin.clear_trace()
+    yield made
+    standin.clear_failures()
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that keep their arguments and compute nothing, for `standin.use_kernels`."""
+    return echo_kernels.build(tmp_path_factory.mktemp("echo"))
 
 
 @pytest.fixture

@@ -28,14 +28,14 @@ CUDA_SRC = TESTS.parent / "cuda_src"
 SHIM = TESTS / "cpu_shim"
 
 SANITIZED = os.environ.get("MEMRA_CPU_SANITIZE") == "1"
-_SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 _DRIVER_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _KERNEL_FLAGS = (
     "-x", "c++", "-std=c++20", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing",
     "-DMEMRA_CPU", "-Wall", "-Wno-unknown-pragmas", "-I", str(SHIM), "-I", str(CUDA_SRC),
 )  # fmt: skip
 # Shared arrays live in a section of their own; without this they would get no red zones.
-_KERNEL_SANITIZERS = (*_SANITIZERS, "-fsanitize-sections=memra_smem", "-DMEMRA_CPU_SANITIZE")
+_KERNEL_SANITIZERS = (*SANITIZERS, "-fsanitize-sections=memra_smem", "-DMEMRA_CPU_SANITIZE")
 
 
 def missing() -> str | None:
@@ -95,7 +95,7 @@ def _built(name: str, command: Sequence[str], inputs: Sequence[Path], read: Sequ
 def build_driver(sanitized: bool = SANITIZED) -> Path:
     """The stand-in libcuda.so.1."""
     folder = TESTS / "fake_cuda"
-    extra = ("-DMEMRA_CPU_SANITIZE", *_SANITIZERS) if sanitized else ()
+    extra = ("-DMEMRA_CPU_SANITIZE", *SANITIZERS) if sanitized else ()
     command = ("gcc", *_DRIVER_FLAGS, *extra, "-shared", "-Wl,-soname,libcuda.so.1", "-pthread")
     return _built("libcuda.so.1", command, sorted(folder.glob("*.c")), sorted(folder.glob("*.h")))
 
@@ -110,7 +110,7 @@ def build_kernels(sources: Sequence[Path] | None = None, sanitized: bool = SANIT
         objects = pool.map(
             lambda source: _built(f"{source.stem}.o", command, [source], headers), [*sources, SHIM / "shim.cpp"]
         )
-        return _built("kernels.so", ("g++", "-shared", *(_SANITIZERS if sanitized else ())), list(objects), [])
+        return _built("kernels.so", ("g++", "-shared", *(SANITIZERS if sanitized else ())), list(objects), [])
 
 
 def sanitized_environment() -> dict[str, str] | None:

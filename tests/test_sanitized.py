@@ -1,4 +1,4 @@
-"""The kernel tests once more, on kernels built with the address and the undefined-behaviour sanitizer."""
+"""Kernels and the C library, built with the address and the undefined-behaviour sanitizer, once more under test."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ ATTEND = (  # the shapes that take long run on the plain build only
     "test_attend_laws.py::test_any_bytes_in_the_planes_leave_rows_alone_and_together_alike",
     "test_attend_laws.py::test_a_slot_outside_the_cache_writes_nothing_and_is_reported",
 )
+C_LIBRARY = (
+    "test_capi_kernels.py", "test_capi_memory.py", "test_capi_device.py",
+    "test_embed.py::test_a_running_cache_goes_to_c_for_ten_steps_and_comes_back",
+)  # fmt: skip
 CHECK = "import sys, standin; standin.load(); from memra_driver import cli; sys.exit(cli.main(sys.argv[1:]))"
 
 
@@ -49,6 +53,12 @@ def test_no_kernel_leaves_its_memory_or_does_what_c_leaves_undefined() -> None:
     tests = [f"tests/{each}" for each in (*FILES, *ATTEND)]
     told = on_the_sanitized_build("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not host", *tests)
     assert int(re.findall(r"(\d+) passed", told)[-1]) > 300
+
+
+def test_the_c_library_does_neither() -> None:
+    tests = [f"tests/{each}" for each in C_LIBRARY]
+    told = on_the_sanitized_build("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)
+    assert int(re.findall(r"(\d+) passed", told)[-1]) > 100
 
 
 def test_check_with_its_large_shapes_of_every_entry_of_attend_finds_nothing_either(tmp_path: Path) -> None:
