@@ -47,7 +47,7 @@ class Mixed:
         """The operations of a step, layer by layer by either side."""
         lane = self.player.lane(len(tokens)).fill((self.player.start, tokens))
         for il in lane.kinds:
-            lane.run(self.cache, [il], capi.ops if self.c() else ops)
+            lane.run(self.cache, [il], calls=capi.ops if self.c() else ops)
         return lane
 
     def step(self) -> None:
@@ -213,7 +213,7 @@ def test_what_one_side_records_the_other_may_not_step_in(player: Player) -> None
         lane.run(cache)
         before = scalars(cache)
         for call in (
-            lambda: lane.run(cache, [0], capi.ops), lambda: capi.calls.advance(cache, 1),
+            lambda: lane.run(cache, [0], calls=capi.ops), lambda: capi.calls.advance(cache, 1),
             lambda: capi.calls.reset(cache), lambda: capi.calls.round_begin(cache, 2),
             lambda: capi.calls.prepare_replay(cache),
         ):  # fmt: skip
