@@ -63,6 +63,7 @@ class CudaContext(Closing):
         self._stopped = False  # closed, or with an error to raise: the one flag that `bind` looks at
         self._held: dict[tuple[str, int], int] = {}  # what lives on this context: (kind, handle) -> bytes
         self.pools = bool(self.attribute("MEMORY_POOLS_SUPPORTED"))
+        self._id = driver.ctx_get_id(self.handle)
 
     def bind(self) -> None:
         """Makes the context current on the calling thread. Raises what a finaliser met since the last call."""
@@ -70,6 +71,23 @@ class CudaContext(Closing):
             self._refuse()
         if driver.ctx_get_current() != self.handle:
             driver.ctx_set_current(self.handle)
+
+    def bind_alive(self) -> None:
+        """`bind`, for calls that hand the driver a stream, an event or memory to free.
+
+        It follows such a handle without a look at the context: where somebody destroyed that, the process dies. Copies
+        and launches it refuses by itself.
+        """
+        self.bind()
+        if not self.is_alive():
+            raise StateError(f"somebody destroyed the context of device {self.device}, and all that lived there with it")
+
+    def is_alive(self) -> bool:
+        """Whether the context is the one that it was, and not one that somebody reset."""
+        try:
+            return driver.ctx_get_id(self.handle) == self._id
+        except DriverError:
+            return False
 
     def _refuse(self) -> None:
         _refuse_in_a_fork()
@@ -101,7 +119,7 @@ class CudaContext(Closing):
     def _hold(self, kind: str, handle: int, nbytes: int = 0) -> None:
         self._held[kind, handle] = nbytes
 
-    def _let_go(self, kind: str, handle: int, free: Callable[[int], None]) -> None:
+    def let_go(self, kind: str, handle: int, free: Callable[[int], None]) -> None:
         """Frees one thing that lives here, also when the context is closed already; recorded errors stay for later.
 
         Puts the thread's context back afterwards: a finaliser may run in the middle of work on another device.
@@ -111,7 +129,8 @@ class CudaContext(Closing):
             if before != self.handle:
                 driver.ctx_set_current(self.handle)
             try:
-                free(handle)
+                if self.is_alive():
+                    free(handle)
             finally:
                 if before != self.handle:
                     driver.ctx_set_current(before)

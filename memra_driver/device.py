@@ -35,7 +35,7 @@ class CudaStream(Closing):
     """
 
     def __init__(self, context: CudaContext, foreign: Any = None) -> None:
-        context.bind()
+        context.bind_alive()
         self.context = context
         self.device = context.device
         self.foreign = foreign
@@ -75,31 +75,31 @@ class CudaStream(Closing):
         if handle is None or in_a_fork():
             return
         if self._destroy is not None and self._destroy.detach() is not None:
-            self.context._let_go("stream", handle, _finish_stream)
+            self.context.let_go("stream", handle, _finish_stream)
         elif self._live:
-            self.context._let_go("stream", handle, driver.stream_synchronize)
+            self.context.let_go("stream", handle, driver.stream_synchronize)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
 
     def synchronize(self) -> None:
         """Waits until all work of the stream is done."""
-        self.context.bind()
+        self.context.bind_alive()
         driver.stream_synchronize(self.handle)
 
     def query(self) -> bool:
         """True when all work of the stream is done; does not wait."""
-        self.context.bind()
+        self.context.bind_alive()
         return driver.stream_query(self.handle)
 
     def record(self, event: CudaEvent) -> None:
         """The event stands for all work enqueued so far."""
-        self.context.bind()
+        self.context.bind_alive()
         driver.event_record(event.handle, self.handle)
 
     def wait(self, event: CudaEvent) -> None:
         """Later work of this stream waits for the event; the host does not. The event may be of another device."""
-        self.context.bind()
+        self.context.bind_alive()
         driver.stream_wait_event(self.handle, event.handle)
 
     def wait_stream(self, other: Any) -> None:
@@ -115,7 +115,7 @@ class CudaStream(Closing):
         self._order(self.handle, stream_handle(other, self.device))
 
     def _order(self, first: int, then: int) -> None:
-        self.context.bind()
+        self.context.bind_alive()
         if same_stream(first, then):
             return
         if self._waiting is not None:
@@ -155,7 +155,7 @@ class CudaStream(Closing):
 
     def alloc_bytes(self, nbytes: int) -> int:
         """Uninitialised bytes, 256-byte aligned, usable by this stream at once. Raises DriverOutOfMemory."""
-        self.context.bind()
+        self.context.bind_alive()
         handle = self.handle
         ptr = driver.mem_alloc_async(nbytes, handle) if self.context.pools else driver.mem_alloc(nbytes)
         self._live[ptr] = nbytes
@@ -173,7 +173,7 @@ class CudaStream(Closing):
         if self._live.pop(ptr, None) is None:
             raise StateError(f"0x{ptr:x} was not allocated on this stream, or was freed before")
         if self._waiting is None:
-            self.context._let_go("memory", ptr, self._give_back)
+            self.context.let_go("memory", ptr, self._give_back)
         else:
             self._waiting.append(ptr)
 
@@ -190,7 +190,7 @@ class CudaStream(Closing):
             waiting, self._waiting = self._waiting, None
             for ptr in waiting:
                 try:
-                    self.context._let_go("memory", ptr, self._give_back)
+                    self.context.let_go("memory", ptr, self._give_back)
                 except MemraError as error:
                     self.record_error(error)
 
@@ -221,7 +221,7 @@ class CudaStream(Closing):
         self.context.record_error(error)
 
     def lend(self, ptr: int, stream: int | None) -> None:
-        self.context.bind()
+        self.context.bind_alive()
         if stream is None:
             stream = LEGACY_STREAM
         if not isinstance(stream, int) or stream < NO_SYNC or stream == 0:
@@ -241,7 +241,7 @@ class CudaEvent(Closing):
     """A point in a stream. With `timing`, two of them measure."""
 
     def __init__(self, context: CudaContext, *, timing: bool = False) -> None:
-        context.bind()
+        context.bind_alive()
         self.context = context
         self._handle: int | None = driver.event_create(timing)
         self._destroy = weakref.finalize(self, _destroy_quietly, context, "event", self._handle)
@@ -260,21 +260,21 @@ class CudaEvent(Closing):
         if handle is None or in_a_fork():
             return
         self._destroy.detach()
-        self.context._let_go("event", handle, driver.event_destroy)
+        self.context.let_go("event", handle, driver.event_destroy)
 
     def query(self) -> bool:
         """True when the work that it stands for is done; does not wait."""
-        self.context.bind()
+        self.context.bind_alive()
         return driver.event_query(self.handle)
 
     def synchronize(self) -> None:
         """Waits until the work that it stands for is done."""
-        self.context.bind()
+        self.context.bind_alive()
         driver.event_synchronize(self.handle)
 
     def elapsed_ms(self, start: CudaEvent) -> float:
         """Milliseconds from `start` to this one; both recorded, with timing, and passed."""
-        self.context.bind()
+        self.context.bind_alive()
         return driver.event_elapsed_time(start.handle, self.handle)
 
 
@@ -289,6 +289,6 @@ def _destroy_quietly(context: CudaContext, kind: str, handle: int) -> None:
     if in_a_fork():
         return
     try:
-        context._let_go(kind, handle, driver.stream_destroy if kind == "stream" else driver.event_destroy)
+        context.let_go(kind, handle, driver.stream_destroy if kind == "stream" else driver.event_destroy)
     except MemraError as error:
         context.record_error(error)

@@ -180,6 +180,14 @@ def device_primary_ctx_release(device: int) -> None:
     _call("cuDevicePrimaryCtxRelease", device, shown=device)
 
 
+def ctx_get_id(ctx: int) -> int | None:
+    """A number that no other context of the process ever has; None where the driver (before 12.0) has none."""
+    try:
+        return int(_call("cuCtxGetId", _cu.CUcontext(ctx)))
+    except UnsupportedDriver:
+        return None
+
+
 def ctx_get_current() -> int:
     """The calling thread's context, 0 where it has none."""
     try:

@@ -195,11 +195,10 @@ class CudaGraph(Graph):
         super().close()
         handle, self.handle = self.handle, 0
         if handle:
-            self.e.context.bind()
-            driver.graph_exec_destroy(handle)
+            self.e.context.let_go("graph", handle, driver.graph_exec_destroy)
 
     def _run(self) -> None:
-        self.e.context.bind()
+        self.e.context.bind_alive()
         driver.graph_launch(self.handle, self.e.stream.handle)
 
 
@@ -224,7 +223,7 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
     """Records what is enqueued on e's stream inside the block."""
     graph = CudaGraph(e)
     with recording(e, graph), e.stream.frees_wait():
-        e.context.bind()
+        e.context.bind_alive()
         driver.stream_begin_capture(e.stream.handle)
         try:
             yield graph

@@ -259,7 +259,7 @@ def _device_of(name: str, ptr: int, e: Any) -> int:
         raise ArrayError(f"{name} lives on a GPU, the layer on the host")
     if not ptr:
         return device
-    e.stream.context.bind()
+    e.stream.context.bind_alive()
     try:
         return driver.pointer_get_attribute("DEVICE_ORDINAL", ptr)
     except DriverError as error:

@@ -244,7 +244,8 @@ class CudaDev(_SliceDev):
         """
         if self.stream.is_closed or in_a_fork():
             return
-        self.stream.synchronize()
+        if self.context.is_alive():
+            self.stream.synchronize()
         for each in (*self._attached, *self._scratch, *filter(None, [self._table])):
             each.close()
         self.kernels.close()

@@ -58,6 +58,10 @@ BEGIN = """
         "wait_stream": lambda: stream.wait_stream(1),
         "query": event.query,
         "context": context.memory_info,
+        "memset": lambda: stream.memset(piece._ptr, 0, 4),
+        "copy": lambda: stream.memcpy_dtod(piece._ptr, piece._ptr + 16, 4),
+        "newstream": lambda: CudaStream(context),
+        "newevent": lambda: CudaEvent(context),
     }
 """
 
@@ -167,13 +171,21 @@ def test_a_destroyed_context_gives_errors_and_ends(run: Run) -> None:
         run("""
             kept = piece.__dlpack__(stream=-1)
             struct = taken(part.__dlpack__(stream=-1, max_version=(1, 0)))
+            e = CudaDev()
+            cell = e.htod_i32([1, 2])
+            with e.capture() as graph:
+                e.launch("set_counters", cell, 3, 3, 1, 0, 1, 0, None, 0)
+            graph.launch()
             from cuda.bindings import driver as cu
             assert cu.cuDevicePrimaryCtxReset(0)[0] == 0
-            for name in ("to_numpy", "copy_from", "slice", "synchronize", "record", "wait", "wait_stream"):
+            for name in sorted(set(uses) - {"ptr", "view", "interface", "dlpack"}):
                 told(name, uses[name])
+            told("launch", lambda: e.launch("set_counters", cell, 3, 3, 1, 0, 1, 0, None, 0))
+            told("graph", graph.launch)
+            told("alloc", lambda: e.zeros(4))
             delete(struct)
             del kept
-            for thing in (part, piece, event, stream, context):
+            for thing in (graph, cell, part, piece, event, stream, context, e):
                 told("close", thing.close)
             print("end of it")
         """)
