@@ -80,7 +80,7 @@ class CudaContext(Closing):
         """
         self.bind()
         if not self.is_alive():
-            raise StateError(f"somebody destroyed the context of device {self.device}, and all that lived there with it")
+            raise StateError(f"somebody destroyed the context of device {self.device}: what lived there is gone")
 
     def is_alive(self) -> bool:
         """Whether the context is the one that it was, and not one that somebody reset."""
