@@ -12,6 +12,7 @@
 
 /* Keeps the sentence for memra_last_error and returns status: `return memra_fail(MEMRA_ERR_STATE, "...", ...)`. */
 int memra_fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void memra_fail_more(const char *more);  /* goes behind the sentence of a failure that is passed on */
 int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
 int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
 #define MEMRA_TRY(call)                    \
