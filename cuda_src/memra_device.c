@@ -8,10 +8,9 @@
 
 enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
-    NON_BLOCKING = 1,      /* CU_STREAM_NON_BLOCKING */
-    PER_THREAD_STREAM = 2, /* the handles up to this one are default streams, which have no context of their own */
+    NON_BLOCKING = 1, /* CU_STREAM_NON_BLOCKING */
     DEINITIALIZED = 4, INVALID_CONTEXT = 201, CONTEXT_IS_DESTROYED = 709,
-    TABLE_ENTRIES = 4096   /* of the copy table that a device is born with */
+    TABLE_ENTRIES = 4096 /* of the copy table that a device is born with */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -94,8 +93,7 @@ static int open_stream(memra_device *device, uint64_t given) {
         return MEMRA_OK;
     }
     device->stream = (CUstream)(uintptr_t)given;
-    if (given <= PER_THREAD_STREAM) return MEMRA_OK;
-    CUcontext found = NULL;
+    CUcontext found = NULL; /* a default stream is of the current one */
     MEMRA_TRY(MEMRA_CU(cuStreamGetCtx, (device->stream, &found)));
     if (found == device->context) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_DEVICE, "stream 0x%llx belongs to another context than that of device %d",
