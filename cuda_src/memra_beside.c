@@ -126,6 +126,13 @@ int memra_disarm_taps(memra_cache *cache) {
     return MEMRA_OK;
 }
 
+static int not_tapped(const memra_tap_sink *sink, int32_t il) {
+    char ids[256] = "";
+    for (uint32_t i = 0, at = 0; i < sink->n_taps && at + 16 < sizeof ids; i++)
+        at += (uint32_t)snprintf(ids + at, sizeof ids - at, "%s%" PRId32, i ? ", " : "", sink->layer_ids[i]);
+    return memra_fail(MEMRA_ERR_CONFIG, "layer %" PRId32 " is not tapped; [%s] are", il, ids);
+}
+
 int memra_tap_write(memra_cache *cache, int32_t il, int64_t rows, uint64_t residual) {
     memra_range source;
     MEMRA_TRY(memra_check_cache(cache, "tap_write"));
@@ -136,7 +143,7 @@ int memra_tap_write(memra_cache *cache, int32_t il, int64_t rows, uint64_t resid
     if (!sink->present) return memra_fail(MEMRA_ERR_STATE, "tap_write: no taps are armed; call arm_taps first");
     uint32_t slot = 0;
     while (slot < sink->n_taps && sink->layer_ids[slot] != il) slot++;
-    if (slot == sink->n_taps) return memra_fail(MEMRA_ERR_CONFIG, "layer %" PRId32 " is not tapped", il);
+    if (slot == sink->n_taps) return not_tapped(sink, il);
     if (rows > sink->t)
         return memra_fail(
             MEMRA_ERR_CAPACITY, "%" PRId64 " rows to tap; the sink was armed for %" PRId64, rows, sink->t);
@@ -176,16 +183,18 @@ int memra_clear_health(memra_cache *cache) {
 
 int memra_check_strict(memra_cache *cache) {
     static const char *const names[MEMRA_FAULT_KINDS] = {
-        "non-finite input", "f16 scale overflow", "saturated fp8", "slot out of range", "bad accept count"};
+        "NONFINITE", "SCALE_OVERFLOW", "FP8_SATURATED", "SLOT_RANGE", "BAD_ACCEPT"};
     memra_health health;
+    char told[512] = "";
+    size_t used = 0;
     if (!cache->strict) return MEMRA_OK;
     MEMRA_TRY(memra_health_read(cache, &health));
     for (int32_t kind = 0; kind < MEMRA_FAULT_KINDS; kind++)
         if (health.count[kind]) {
             const uint64_t key = UINT64_MAX - health.first[kind];
-            return memra_fail(
-                MEMRA_ERR_HEALTH, "%s: %" PRIu64 ", first in layer %" PRIu64 " at position %" PRIu64
-                "; clear_health() goes on", names[kind], health.count[kind], key & 0xffff, key >> 16);
+            used += (size_t)snprintf(
+                told + used, sizeof told - used, "%s x%" PRIu64 ", first at layer %" PRIu64 ", position %" PRIu64 "; ",
+                names[kind], health.count[kind], key & 0xffff, key >> 16);
         }
-    return MEMRA_OK;
+    return used ? memra_fail(MEMRA_ERR_HEALTH, "%sclear_health() goes on", told) : MEMRA_OK;
 }

@@ -18,8 +18,9 @@ static const struct entry {
 #undef ENTRY
 };
 
-/* What the library does without where a driver lacks it: texts, and the check of a kernel's parameters (12.4). */
-static const char *const optional[] = {"cuGetErrorName", "cuGetErrorString", "cuKernelGetParamInfo"};
+/* What the library does without where a driver lacks it: texts, the number of a context (12.0), and the check of a
+ * kernel's parameters (12.4). */
+static const char *const optional[] = {"cuGetErrorName", "cuGetErrorString", "cuCtxGetId", "cuKernelGetParamInfo"};
 
 enum { LEGACY_STREAM = 1 }; /* of cuGetProcAddress: stream 0 is the legacy one, whatever the program was built for */
 typedef CUresult get_proc_v2(const char *name, void **function, int version, uint64_t flags, int *found);

@@ -8,10 +8,9 @@
 
 enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
-    NON_BLOCKING = 1,      /* CU_STREAM_NON_BLOCKING */
-    PER_THREAD_STREAM = 2, /* the handles up to this one are default streams, which have no context of their own */
+    NON_BLOCKING = 1, /* CU_STREAM_NON_BLOCKING */
     DEINITIALIZED = 4, INVALID_CONTEXT = 201, CONTEXT_IS_DESTROYED = 709,
-    TABLE_ENTRIES = 4096   /* of the copy table that a device is born with */
+    TABLE_ENTRIES = 4096 /* of the copy table that a device is born with */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -65,8 +64,19 @@ static int make_current(CUcontext context) {
     return current == context ? MEMRA_OK : MEMRA_CU(cuCtxSetCurrent, (context));
 }
 
+/* Whether the context is the one that the device was opened on, and not one that somebody reset: the driver follows
+ * streams and memory of such a one without a look, and the process dies. */
+static bool is_alive(const memra_device *device) {
+    unsigned long long id = 0;
+    if (!device->context) return false;
+    return !memra_cu.cuCtxGetId || (!memra_cu.cuCtxGetId(device->context, &id) && id == device->context_id);
+}
+
 int memra_device_enter(memra_device *device) {
     MEMRA_TRY(check_open(device));
+    if (!is_alive(device))
+        return memra_fail(MEMRA_ERR_STATE, "somebody destroyed the context of device %d: what lived there is gone",
+                          device->ordinal);
     return make_current(device->context);
 }
 
@@ -94,8 +104,7 @@ static int open_stream(memra_device *device, uint64_t given) {
         return MEMRA_OK;
     }
     device->stream = (CUstream)(uintptr_t)given;
-    if (given <= PER_THREAD_STREAM) return MEMRA_OK;
-    CUcontext found = NULL;
+    CUcontext found = NULL; /* a default stream is of the current one */
     MEMRA_TRY(MEMRA_CU(cuStreamGetCtx, (device->stream, &found)));
     if (found == device->context) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_DEVICE, "stream 0x%llx belongs to another context than that of device %d",
@@ -105,6 +114,7 @@ static int open_stream(memra_device *device, uint64_t given) {
 static int open_parts(memra_device *device, const memra_device_options *options) {
     int major = 0, minor = 0, pools = 0;
     MEMRA_TRY(open_context(device, options->context));
+    if (memra_cu.cuCtxGetId) MEMRA_TRY(MEMRA_CU(cuCtxGetId, (device->context, &device->context_id)));
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&major, CAPABILITY_MAJOR, device->device)));
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&minor, CAPABILITY_MINOR, device->device)));
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&pools, MEMORY_POOLS_SUPPORTED, device->device)));
@@ -124,21 +134,22 @@ static void keep(int *status, const char *call, CUresult code) {
 /* Frees all that is the device's own, as far as it was made, and the struct. Returns the first failure, `status` being
  * one that came before. */
 static int take_apart(memra_device *device, int status) {
+    const bool alive = is_alive(device);
     for (struct memra_graph *graph = device->graphs; graph; graph = graph->next) { /* they can be closed still */
-        if (graph->exec) keep(&status, "cuGraphExecDestroy()", memra_cu.cuGraphExecDestroy(graph->exec));
+        if (graph->exec && alive) keep(&status, "cuGraphExecDestroy()", memra_cu.cuGraphExecDestroy(graph->exec));
         graph->exec = NULL;
     }
     while (device->scratch) {
         memra_scratch *scratch = device->scratch;
         device->scratch = scratch->next;
-        keep(&status, "cuMemFree()", memra_device_free(device, scratch->ptr));
+        if (alive) keep(&status, "cuMemFree()", memra_device_free(device, scratch->ptr));
         free(scratch);
     }
-    if (device->table) keep(&status, "cuMemFree()", memra_device_free(device, device->table));
+    if (device->table && alive) keep(&status, "cuMemFree()", memra_device_free(device, device->table));
     free(device->entries);
     for (int32_t i = 0; i < device->n_libraries; i++)
         keep(&status, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));
-    if (device->owns_stream) keep(&status, "cuStreamDestroy()", memra_cu.cuStreamDestroy(device->stream));
+    if (device->owns_stream && alive) keep(&status, "cuStreamDestroy()", memra_cu.cuStreamDestroy(device->stream));
     if (device->owns_context) {
         const CUresult code = memra_cu.cuDevicePrimaryCtxRelease(device->device);
         keep(&status, "cuDevicePrimaryCtxRelease()", code == INVALID_CONTEXT ? 0 : code); /* somebody has reset it */
@@ -188,10 +199,11 @@ int memra_device_close(memra_device *device) {
     int status = MEMRA_OK;
     const CUresult bound = before == device->context ? 0 : memra_cu.cuCtxSetCurrent(device->context);
     keep(&status, "cuCtxSetCurrent()", bound);
-    if (!bound) MEMRA_TRY(check_no_capture(device));
+    const bool alive = is_alive(device);
+    if (!bound && alive) MEMRA_TRY(check_no_capture(device));
     const CUcontext context = device->context;
     if (!take_out(device)) return memra_fail(MEMRA_ERR_STATE, "the device is closed");
-    keep(&status, "cuStreamSynchronize()", memra_cu.cuStreamSynchronize(device->stream));
+    if (alive) keep(&status, "cuStreamSynchronize()", memra_cu.cuStreamSynchronize(device->stream));
     status = take_apart(device, status);
     if (before != context) (void)memra_cu.cuCtxSetCurrent(before);
     return status;

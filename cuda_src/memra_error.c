@@ -17,6 +17,11 @@ int memra_fail(int status, const char *format, ...) {
     return status;
 }
 
+void memra_fail_more(const char *more) {
+    const size_t used = strlen(sentence);
+    snprintf(sentence + used, sizeof sentence - used, "%s", more);
+}
+
 /* After one of these every later call on the context fails too. */
 static bool is_sticky(int code) {
     static const int codes[] = {700, 710, 714, 715, 716, 717, 718, 719};

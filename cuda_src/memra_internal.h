@@ -12,6 +12,7 @@
 
 /* Keeps the sentence for memra_last_error and returns status: `return memra_fail(MEMRA_ERR_STATE, "...", ...)`. */
 int memra_fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void memra_fail_more(const char *more);  /* goes behind the sentence of a failure that is passed on */
 int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
 int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
 #define MEMRA_TRY(call)                    \
@@ -43,6 +44,7 @@ typedef struct CUkern_st *CUkernel;
     F(cuCtxGetCurrent, 4000, (CUcontext * context))                                                                  \
     F(cuCtxSetCurrent, 4000, (CUcontext context))                                                                    \
     F(cuCtxGetDevice, 2000, (CUdevice * device))                                                                     \
+    F(cuCtxGetId, 12000, (CUcontext context, unsigned long long *id))                                                \
     F(cuStreamCreate, 2000, (CUstream * stream, unsigned flags))                                                     \
     F(cuStreamDestroy, 4000, (CUstream stream))                                                                      \
     F(cuStreamSynchronize, 2000, (CUstream stream))                                                                  \
@@ -119,6 +121,7 @@ struct memra_device {
     int32_t ordinal;
     CUdevice device;
     CUcontext context;
+    unsigned long long context_id; /* no other context of the process ever has it */
     CUstream stream;
     bool owns_context, owns_stream, has_arena, has_pools;
     int32_t arch;

@@ -172,7 +172,9 @@ int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr) 
     *ptr = 0;
     if (!n_bytes) return MEMRA_OK;
     if (!device->scratch || device->scratch->n_bytes < n_bytes) {
-        if (device->recording)
+        int capturing = 0; /* by whomever: what is allocated in a capture is of the graph */
+        MEMRA_TRY(MEMRA_CU(cuStreamIsCapturing, (device->stream, &capturing)));
+        if (device->recording || capturing)
             return memra_fail(MEMRA_ERR_STATE,
                               "attend needs %llu bytes of scratch, and a capture allocates nothing; attend once before",
                               (unsigned long long)n_bytes);

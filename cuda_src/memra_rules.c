@@ -322,7 +322,10 @@ void memra_swap_states(memra_recur_layer *layer) {
 void memra_taint(memra_cache *cache) { cache->state = MEMRA_TAINTED; }
 
 int memra_end(memra_cache *cache, const bool *done, int status) {
-    if (status != MEMRA_OK && *done) memra_taint(cache);
+    if (status != MEMRA_OK && *done) {
+        memra_taint(cache);
+        memra_fail_more("; the cache is tainted: reset, close, or roll back with accept_len 0 to a valid snapshot");
+    }
     return status;
 }
 

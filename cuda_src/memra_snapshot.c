@@ -145,6 +145,18 @@ int memra_snapshot_free(memra_snapshot *snapshot) {
     return MEMRA_OK;
 }
 
+/* A ring or state that is kept is as large as the layer's, and where that lives; none is kept where there is none. */
+static int check_shape(
+    const char *what, const char *name, int64_t il, const memra_slice *kept, const memra_slice *layers) {
+    const int64_t len = layers ? layers->len : 0;
+    const bool fits = kept->len == len && (!len || (kept->ptr && kept->dtype == layers->dtype &&
+                                                    kept->device == layers->device));
+    if (fits) return MEMRA_OK;
+    return memra_fail(
+        MEMRA_ERR_SNAPSHOT, "%s: shape mismatch (%s): %" PRId64 " elements of dtype %" PRId32 " on device %" PRId32
+        ", layer %" PRId64 " has %" PRId64, what, name, kept->len, kept->dtype, kept->device, il, len);
+}
+
 /* Whose it is, and that its fields fit the layers that they speak of. */
 static int check_fits(const memra_cache *cache, const memra_snapshot *snap, const char *what) {
     if (snap == NULL) return memra_fail(MEMRA_ERR_SNAPSHOT, "%s: the snapshot is NULL", what);
@@ -152,17 +164,23 @@ static int check_fits(const memra_cache *cache, const memra_snapshot *snap, cons
         return memra_fail(
             MEMRA_ERR_SNAPSHOT, "snapshot of cache %" PRIu64 "; this is cache %" PRIu64, snap->cache_id, cache->id);
     if (snap->invalid == MEMRA_INVALID_CLOSED) return memra_fail(MEMRA_ERR_SNAPSHOT, "this snapshot is closed");
-    bool fits = snap->n_layer == cache->n_layer && snap->pos >= 0 && snap->pos <= cache->max_ctx;
-    for (int64_t il = 0; fits && il < cache->n_layer; il++) {
+    if (snap->n_layer != cache->n_layer)
+        return memra_fail(
+            MEMRA_ERR_SNAPSHOT, "%s: a snapshot of %" PRId64 " layers; this cache has %" PRId64, what, snap->n_layer,
+            cache->n_layer);
+    for (int64_t il = 0; il < cache->n_layer; il++) {
         const memra_recur_layer *layer = &cache->recur[il];
-        const int64_t conv = layer->present ? layer->conv_state.len : 0, ssm = layer->present ? layer->ssm_state.len : 0;
-        const int64_t len = snap->kv_len[il];
-        fits = snap->conv[il].len == conv && snap->ssm[il].len == ssm && (len >= 0) == (cache->kv[il].present != 0) &&
-               len >= -1 && len <= cache->max_ctx && (!ssm || snap->ssm[il].device == layer->ssm_state.device);
+        MEMRA_TRY(check_shape(what, "conv", il, &snap->conv[il], layer->present ? &layer->conv_state : NULL));
+        MEMRA_TRY(check_shape(what, "ssm", il, &snap->ssm[il], layer->present ? &layer->ssm_state : NULL));
+        if ((snap->kv_len[il] >= 0) != (cache->kv[il].present != 0))
+            return memra_fail(MEMRA_ERR_SNAPSHOT, "%s: kv_len names other layers than those with K/V", what);
     }
+    bool fits = snap->pos >= 0 && snap->pos <= cache->max_ctx;
+    for (int64_t il = 0; fits && il < cache->n_layer; il++) fits = snap->kv_len[il] <= cache->max_ctx;
     if (fits) return MEMRA_OK;
     return memra_fail(
-        MEMRA_ERR_SNAPSHOT, "%s: shape mismatch: its lengths, rings or states do not fit the layers of this cache", what);
+        MEMRA_ERR_SNAPSHOT, "%s: pos %" PRId64 " and the lengths in kv_len must lie in 0 .. %" PRId64, what, snap->pos,
+        cache->max_ctx);
 }
 
 static int check_states(const memra_cache *cache) {

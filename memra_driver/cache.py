@@ -40,6 +40,7 @@ from memra_driver.errors import (
 from memra_driver.formats import FormatPolicy
 from memra_driver.layers import DflashTapSink, KvLayer, RecurLayer
 from memra_driver.layout import CacheState
+from memra_driver.memory import Borrowed
 from memra_driver.place import (
     Action,
     check_fit,
@@ -389,8 +390,17 @@ class Cache(CacheClock):
         return self._planes["health", None, self.plan.device_of(il)]
 
     def _beside(self) -> list[tuple[tuple[str, int], Any]]:
-        """What was allocated on first use, by name and device index."""
-        return [*self._lazy.items(), *self._retired]
+        """What was allocated on first use, by name and device index; the C library's buffers too."""
+        found = [*self._lazy.items(), *self._retired]
+        node = self._c.owned
+        while node:
+            c = node.contents.slice
+            if c.ptr:
+                d = next(d for d, e in enumerate(self.devices) if ordinal(e) == c.device)
+                name = next((name for name in ("logits", "taps") if getattr(self._c, name).ptr == c.ptr), "replaced")
+                found.append(((name, d), Borrowed(self.devices[d].memory, c.ptr, c.len)))
+            node = node.contents.next
+        return found
 
     def _stamp(self, snap: CacheSnapshot) -> None:
         """Notes in snap where the cache stands, once its copies are enqueued."""

@@ -73,13 +73,16 @@ class CacheSnapshot(Closing):
         """Pointer to the memra_snapshot struct, as the fields stand now; valid as long as this object lives."""
         n_layer = self._c.n_layer
         if not len(self.kv_len) == len(self.conv) == len(self.ssm) == n_layer:
-            raise SnapshotError(f"a snapshot has {n_layer} entries in kv_len, conv and ssm")
+            raise SnapshotError(f"rollback and snapshot_into take {n_layer} entries in kv_len, conv and ssm")
         self._lens_c[:] = [-1 if n is None else n for n in self.kv_len]
-        for kept, c in ((self.conv, self._conv_c), (self.ssm, self._ssm_c)):
+        for name, kept, c in (("conv", self.conv, self._conv_c), ("ssm", self.ssm, self._ssm_c)):
             for il, plane in enumerate(kept):
                 c[il] = layout.SliceC()
-                if plane is not None:
-                    layout.put_slice(c[il], plane, getattr(plane, "device", -1))
+                try:
+                    if plane is not None:
+                        layout.put_slice(c[il], plane, getattr(plane, "device", -1))
+                except (AttributeError, KeyError):
+                    raise SnapshotError(f"shape mismatch ({name}): {plane!r} of layer {il} is no slice") from None
         return ctypes.pointer(self._c)
 
     def begin_stamp(self) -> None:

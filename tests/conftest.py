@@ -20,13 +20,14 @@ import gpu_results
 import numpy as np
 import pytest
 import standin as standin_module
+import through_c
 from checks import close
 
 MARKERS = (
     "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it",
     "not_through_c: counts what CudaDev does for itself; not run on devices of the C library",
 )
-# Files whose CUDA devices are CudaDevs and, in a second turn, devices of the C library (capi.CDev). Left out are those
+# Files that run on CudaDevs and, in a second turn, through the C library (capi.CDev, through_c.py). Left out are those
 # that look at CudaDev's own allocations, or at kernels that are the same whoever launches them.
 THROUGH_C = {
     f"test_{name}"
@@ -66,10 +67,10 @@ def _keep_context() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    through_c = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
+    twice = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
     if standin_module.SANITIZED:  # the tests of the library itself do there
-        through_c = False
-    if through_c and not any(metafunc.definition.iter_markers("not_through_c")):
+        twice = False
+    if twice and not any(metafunc.definition.iter_markers("not_through_c")):
         metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)
 
 
@@ -133,7 +134,7 @@ MakeDev = Callable[..., Any]
 
 @pytest.fixture
 def cuda_kind(request: pytest.FixtureRequest) -> str:
-    """What make_dev("cuda") makes: "cuda" a CudaDev, "c" a device of the C library."""
+    """What make_dev("cuda") makes: "cuda" a CudaDev; "c" a device of the C library, which then does all it can."""
     return getattr(request, "param", "cuda")
 
 
@@ -173,8 +174,11 @@ def make_dev(request: pytest.FixtureRequest, cuda_kind: str) -> Iterator[MakeDev
             return made[-1]
         if not request.config.getoption("--gpu"):
             request.getfixturevalue("standin")  # skips, with the reason, where it cannot be built
-        if cuda_kind == "c" and c_library_missing():
-            pytest.skip(c_library_missing())
+        if cuda_kind == "c":
+            if c_library_missing():
+                pytest.skip(c_library_missing())
+            if not made:
+                through_c.install(request.getfixturevalue("monkeypatch"))
         made.append((CDev if cuda_kind == "c" else CudaDev)(ordinal, **options))
         return made[-1]
 

@@ -100,10 +100,10 @@ def test_a_child_of_a_process_that_used_no_gpu_may_use_one(c_library: capi.Libra
         if pid:
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         with capi.CDev() as e:
-            print(e.zeros(3).to_numpy().tolist(), flush=True)
+            print(e.zeros(3).to_numpy().tolist(), e.c_handle, flush=True)
         """
     )
-    assert out == "[0.0, 0.0, 0.0]\n"
+    assert out == "[0.0, 0.0, 0.0] 1\n"
 
 
 @pytest.mark.parametrize(

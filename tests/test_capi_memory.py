@@ -13,6 +13,7 @@ from standin import StandIn
 
 from memra_driver import capi
 from memra_driver.capi.device import LibraryDevice
+from memra_driver.device import CudaContext
 from memra_driver.errors import (
     ArrayError,
     ConfigError,
@@ -223,13 +224,18 @@ def test_an_upload_that_failed_is_done_again(c_device: LibraryDevice, standin: S
     c_device.call("memra_free", ptr)
 
 
-def test_scratch_grows_and_stays_where_it_was(c_device: LibraryDevice, standin: StandIn) -> None:
-    found = []
-    for n in (100, 50, 200, 100, 0):
-        out = ctypes.c_uint64()
-        c_device.call("memra_attend_scratch", n, ctypes.byref(out))
-        found.append(out.value)
-    assert found[0] == found[1] != found[2] == found[3] != 0
-    assert found[4] == 0
-    assert [call.bytes for call in standin.calls("cuMemAllocAsync")] == [100, 200]
-    assert not standin.calls("cuMemFreeAsync")
+def test_scratch_grows_and_stays_where_it_was_until_the_end(c_library: capi.Library, standin: StandIn) -> None:
+    with CudaContext():  # which would free what is forgotten
+        device = LibraryDevice(c_library, 0, stream=None)
+        standin.clear_trace()
+        found = []
+        for n in (100, 50, 200, 100, 0):
+            out = ctypes.c_uint64()
+            device.call("memra_attend_scratch", n, ctypes.byref(out))
+            found.append(out.value)
+        assert found[0] == found[1] != found[2] == found[3] != 0
+        assert found[4] == 0
+        assert [call.bytes for call in standin.calls("cuMemAllocAsync")] == [100, 200]
+        assert not standin.calls("cuMemFreeAsync")
+        device.close()
+        assert standin.live_bytes() == 0

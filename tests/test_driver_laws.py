@@ -158,6 +158,7 @@ def test_layers_that_took_no_part_cost_no_further_launch(e: Any, standin: StandI
 def test_a_cache_without_recurrent_layers_copies_nothing(e: Any, standin: StandIn) -> None:
     with Cache.new(e, attention_only(), 32, policy=POLICY) as cache:
         made: list[Any] = []
+        e.kernels.load_all()
         assert asked(standin, lambda: made.append(cache.snapshot(e))) == []
         assert asked(standin, lambda: cache.snapshot_into(e, made[0])) == []
         cache.sync_d(e)

@@ -195,6 +195,55 @@ def test_a_destroyed_context_gives_errors_and_ends(run: Run) -> None:
     assert all(value.startswith(("DriverError", "StateError")) for value in said.values()), said
 
 
+@pytest.mark.parametrize("dev", ["CudaDev", "capi.CDev"])
+def test_a_cache_on_a_destroyed_context_gives_errors_and_ends(run: Run, dev: str) -> None:
+    """Through Python's operations and the C library's."""
+    said = lines(
+        run(f"""
+            from memra_driver import capi, ops
+            from memra_driver.cache import Cache
+            from decoding import hybrid
+            e = {dev}()
+            cache = Cache.new(e, hybrid(), 8)
+            k, q, row = e.zeros(64), e.zeros(128), e.zeros(16)
+            capi.bind(cache)
+            for calls in (ops, capi.ops):
+                for il in (1, 3):
+                    calls.append_kv(e, cache, il, k, k)
+                calls.attend(e, cache, 1, q, e.uninit(128), scale=1.0)
+                cache.advance(e)
+            snap, other = cache.snapshot(e), capi.calls.snapshot(cache)
+            with e.capture() as graph:
+                ops.append_kv(e, cache, 1, k, k)
+                cache.advance(e)
+            out = e.uninit(128)
+            from cuda.bindings import driver as cu
+            assert cu.cuDevicePrimaryCtxReset(0)[0] == 0
+            for name, calls in (("python", ops), ("c", capi.ops)):
+                told(name + "-append", lambda: calls.append_kv(e, cache, 1, k, k))
+                told(name + "-dequant", lambda: calls.dequant_kv(e, cache, 1, 0, 1, k, q.view(0, 64)))
+            for name, use in {{
+                "advance": lambda: cache.advance(e), "c-advance": lambda: capi.calls.advance(cache, 1),
+                "snapshot": lambda: cache.snapshot(e), "c-snapshot": lambda: capi.calls.snapshot(cache),
+                "rollback": lambda: cache.rollback(e, snap, 0),
+                "c-rollback": lambda: capi.calls.rollback(cache, other, 0),
+                "digest": cache.digest, "c-digest": lambda: capi.calls.digest(cache), "launch": graph.launch,
+                "park": lambda: cache.park_logits(e, row), "c-park": lambda: capi.calls.park_logits(cache, row),
+                "attend": lambda: ops.attend(e, cache, 1, q, out, scale=1.0),
+                "c-attend": lambda: capi.ops.attend(e, cache, 1, q, out, scale=1.0),
+                "new": lambda: Cache.new(e, cache.cfg, 8),
+            }}.items():
+                told(name, use)
+            for thing in (graph, snap, other, cache, k, q, row, e):
+                told("close", thing.close)
+            print("end of it")
+        """)
+    )
+    assert said.pop("end") == "of it"
+    assert said.pop("close") == "nothing"
+    assert all(value.startswith(("DriverError", "StateError")) for value in said.values()), said
+
+
 @pytest.mark.parametrize("names", ["kept", "dropped"])
 def test_the_end_of_the_interpreter_meets_live_objects(run: Run, names: str) -> None:
     out = run(

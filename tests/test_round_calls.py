@@ -74,6 +74,7 @@ def test_a_round_copies_nothing_and_ends_with_a_launch_or_two_a_layer(
 
 
 def test_a_round_without_a_step_asks_for_nothing(player: Player, standin: StandIn) -> None:
+    player.e.kernels.load_all()
     standin.clear_trace()
     with Round(player.cache, player.e, width=WIDTH):
         pass

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from memra_driver.capi.device import LibraryDevice, bind, library_device
-from memra_driver.capi.library import Library
+from memra_driver.capi.library import Library, whole
 from memra_driver.health import Health
 from memra_driver.interop import operand
-from memra_driver.layout import HealthC, SnapshotC
+from memra_driver.layout import CacheState, HealthC, SnapshotC
 from memra_driver.memory import Closing
 
 CAPTURE_YOURS = 1
@@ -25,12 +25,12 @@ CAPTURE_YOURS = 1
 
 def advance(cache: Any, n: int = 1) -> None:
     """As Cache.advance."""
-    _call(cache, "memra_advance", n)
+    _call(cache, "memra_advance", whole(n))
 
 
 def truncate(cache: Any, new_len: int) -> None:
     """As Cache.truncate."""
-    _call(cache, "memra_truncate", new_len)
+    _call(cache, "memra_truncate", whole(new_len))
 
 
 def reset(cache: Any) -> None:
@@ -60,8 +60,10 @@ def digest(cache: Any) -> str:
 
 def park_logits(cache: Any, row: Any) -> None:
     """As Cache.park_logits; the buffer, where it has to be made, is the library's."""
+    if cache.state is CacheState.CLOSED or cache.cfg.n_vocab < 1:
+        _call(cache, "memra_park_logits", 0)  # is refused
     e = cache.devices[cache.plan.placement[-1]]
-    source = operand(row, "row", (max(cache.cfg.n_vocab, 1),), (np.float32,), e, rows=1, out=False)
+    source = operand(row, "row", (cache.cfg.n_vocab,), (np.float32,), e, rows=1, out=False)
     _call(cache, "memra_park_logits", source.ptr)
 
 
@@ -74,7 +76,8 @@ def take_logits(cache: Any) -> int | None:
 
 def arm_taps(cache: Any, layer_ids: Sequence[int], t: int, hidden: int) -> None:
     """As Cache.arm_taps; the buffer, where it has to be made, is the library's."""
-    _call(cache, "memra_arm_taps", (ctypes.c_int32 * len(layer_ids))(*layer_ids), len(layer_ids), t, hidden)
+    ids = (ctypes.c_int32 * len(layer_ids))(*map(whole, layer_ids))
+    _call(cache, "memra_arm_taps", ids, len(layer_ids), whole(t), whole(hidden))
 
 
 def disarm_taps(cache: Any) -> None:
@@ -128,7 +131,7 @@ def snapshot_into(cache: Any, snap: Any) -> None:
 
 def rollback(cache: Any, snap: Any, accept_len: int) -> None:
     """As Cache.rollback."""
-    _call(cache, "memra_rollback", snap.as_c(), accept_len)
+    _call(cache, "memra_rollback", snap.as_c(), whole(accept_len))
 
 
 # Rounds.
@@ -136,12 +139,12 @@ def rollback(cache: Any, snap: Any, accept_len: int) -> None:
 
 def round_begin(cache: Any, width: int) -> None:
     """As Round.__enter__."""
-    _call(cache, "memra_round_begin", width)
+    _call(cache, "memra_round_begin", whole(width))
 
 
 def round_commit(cache: Any, accept_len: int) -> None:
     """As Round.commit."""
-    _call(cache, "memra_round_commit", accept_len)
+    _call(cache, "memra_round_commit", whole(accept_len))
 
 
 def round_commit_from_device(cache: Any, accept_d: Any) -> None:
@@ -202,7 +205,7 @@ def prepare_replay(cache: Any) -> None:
 
 def replayed(cache: Any, graph: LibraryGraph, launches: int) -> None:
     """As Cache.replayed."""
-    _call(cache, "memra_replayed", graph.address, launches)
+    _call(cache, "memra_replayed", graph.address, whole(launches))
 
 
 def _call(cache: Any, name: str, *args: Any) -> Library:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -196,6 +197,14 @@ def failure(status: int, text: str) -> MemraError:
     elif code == driver.ILLEGAL_ADDRESS:
         kind = IllegalAddress
     return kind(told["call"], code, name, told["detail"])
+
+
+def whole(n: Any) -> int:
+    """A number that the library takes as an i64, which ctypes would cut off without a word."""
+    number = operator.index(n)
+    if ctypes.c_int64(number).value != number:
+        raise ConfigError(f"{number} is no 64-bit number")
+    return number
 
 
 class Library:

@@ -9,56 +9,61 @@ from __future__ import annotations
 from typing import Any
 
 from memra_driver.capi.device import bind
-from memra_driver.errors import ArrayError, DeviceMismatch, UnsupportedError
+from memra_driver.capi.library import whole
+from memra_driver.errors import ConfigError, DeviceMismatch, UnsupportedError
 from memra_driver.interop import Operand, vector
+from memra_driver.layout import CacheState
 from memra_driver.ops import _F32_OR_BF16, _count, _rows
+
+OWN_WINDOW = -1  # of memra_attend
 
 
 def append_kv(e: Any, cache: Any, il: int, k_rows: Any, v_rows: Any) -> None:
     """As ops.append_kv."""
     layer = _layer(e, cache, il, cache.kv)
-    k = _rows(e, cache, k_rows, "k_rows", (1 if layer is None else layer.kv_dim_k,))
-    rows = k.len if layer is None else _count(cache, k, layer.kv_dim_k)
-    v = _rows(e, cache, v_rows, "v_rows", (layer.kv_dim_v,), rows) if layer is not None else k
+    if layer is None:
+        return _call(cache, "memra_append_kv", il, 0, 0, 0)
+    k = _rows(e, cache, k_rows, "k_rows", (layer.kv_dim_k,))
+    rows = _count(cache, k, layer.kv_dim_k)
+    v = _rows(e, cache, v_rows, "v_rows", (layer.kv_dim_v,), rows)
     _call(cache, "memra_append_kv", il, rows, k, v)
 
 
 def dequant_kv(e: Any, cache: Any, il: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
     """As ops.dequant_kv."""
     layer = _layer(e, cache, il, cache.kv)
-    columns = (1, 1) if layer is None else (layer.kv_dim_k, layer.kv_dim_v)
-    k = _rows(e, cache, k_out, "k_out", columns[:1], dtypes=_F32_OR_BF16, out=True)
-    v = _rows(e, cache, v_out, "v_out", columns[1:], dtypes=(k.dtype,), out=True)
-    if layer is not None and 0 <= start <= stop <= layer.len:
-        for name, found, width in (("k_out", k, columns[0]), ("v_out", v, columns[1])):
-            if found.len != (stop - start) * width:
-                raise ArrayError(f"{name} has {found.len} elements; it takes [{stop - start}, {width}]")
+    start, stop = whole(start), whole(stop)
+    if layer is None or not 0 <= start <= stop <= layer.len:
+        return _call(cache, "memra_dequant_kv", il, start, stop, 0, 0, 0)
+    k = _rows(e, cache, k_out, "k_out", (layer.kv_dim_k,), stop - start, dtypes=_F32_OR_BF16, out=True)
+    v = _rows(e, cache, v_out, "v_out", (layer.kv_dim_v,), stop - start, dtypes=(k.dtype,), out=True)
     _call(cache, "memra_dequant_kv", il, start, stop, k, v, int(k.dtype.itemsize == 2))
 
 
 def attend(e: Any, cache: Any, il: int, q: Any, out: Any, *, scale: float, window: int | None = None) -> None:
     """As ops.attend."""
-    heads, hk, hv = 1, 1, 1
-    source = cache.cfg.kv_source(il) if 0 <= il < cache.cfg.n_layer else None
-    if source is not None and cache.kv[source] is not None:
-        layer = _layer(e, cache, source, cache.kv)
-        heads, hk, hv = cache.cfg.heads(il), layer.head_dim_k, layer.head_dim_v
+    source = cache.plan.kv_source(il) if 0 <= il < cache.cfg.n_layer else None
+    layer = None if source is None else _layer(e, cache, source, cache.kv)
+    if layer is None:
+        return _call(cache, "memra_attend", il, 0, 0, 0, scale, OWN_WINDOW)
+    heads, hk, hv = cache.cfg.heads(il), layer.head_dim_k, layer.head_dim_v
     queries = _rows(e, cache, q, "q", (heads, hk))
     rows = _count(cache, queries, heads * hk)
     result = _rows(e, cache, out, "out", (heads, hv), rows, out=True)
-    own_window = -1
-    width = own_window if window is None else window if window >= 0 else min(window, own_window - 1)
-    _call(cache, "memra_attend", il, rows, queries, result, scale, width)
+    if window is not None and window < 0:
+        raise ConfigError(f"attend: window {window}; it is the number of keys that a row sees, 0 for all")
+    _call(cache, "memra_attend", il, rows, queries, result, scale, OWN_WINDOW if window is None else window)
 
 
 def conv_update(e: Any, cache: Any, il: int, x: Any, w: Any, out: Any) -> None:
     """As ops.conv_update."""
     layer = _layer(e, cache, il, cache.recur)
-    dim = 1 if layer is None else layer.conv_dim
-    inputs = _rows(e, cache, x, "x", (dim,))
-    rows = _count(cache, inputs, dim)
-    weights = inputs if layer is None else _rows(e, cache, w, "w", (layer.d_conv,), dim)
-    result = _rows(e, cache, out, "out", (dim,), rows, out=True)
+    if layer is None:
+        return _call(cache, "memra_conv_update", il, 0, 0, 0, 0)
+    inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
+    rows = _count(cache, inputs, layer.conv_dim)
+    weights = _rows(e, cache, w, "w", (layer.d_conv,), layer.conv_dim)
+    result = _rows(e, cache, out, "out", (layer.conv_dim,), rows, out=True)
     _call(cache, "memra_conv_update", il, rows, inputs, weights, result)
 
 
@@ -68,7 +73,9 @@ def gdn_prep(
 ) -> None:  # fmt: skip
     """As ops.gdn_prep."""
     layer = _layer(e, cache, il, cache.recur)
-    dim, heads, size = (1, 1, 1) if layer is None else (layer.conv_dim, layer.num_v, layer.state_size)
+    if layer is None:
+        return _call(cache, "memra_gdn_prep", il, 0, *(0,) * 10, eps)
+    dim, heads, size = layer.conv_dim, layer.num_v, layer.state_size
     first = _rows(e, cache, conv_out, "conv_out", (dim,))
     rows = _count(cache, first, dim)
     gates = [_rows(e, cache, each, name, (heads,), rows) for name, each in (("alpha", alpha), ("beta_raw", beta_raw))]
@@ -83,7 +90,9 @@ def gdn_scan(
 ) -> None:
     """As ops.gdn_scan."""
     layer = _layer(e, cache, il, cache.recur)
-    heads, size = (1, 1) if layer is None else (layer.num_v, layer.state_size)
+    if layer is None:
+        return _call(cache, "memra_gdn_scan", il, 0, *(0,) * 6, scale)
+    heads, size = layer.num_v, layer.state_size
     first = _rows(e, cache, q, "q", (heads, size))
     rows = _count(cache, first, heads * size)
     vectors = [_rows(e, cache, each, name, (heads, size), rows) for name, each in (("k", k), ("v", v))]
@@ -103,10 +112,10 @@ def tap_write(e: Any, cache: Any, il: int, residual: Any) -> None:
 
 
 def _layer(e: Any, cache: Any, il: int, layers: Any) -> Any:
-    """Layer il, after checking that e owns it; None where it is none of these, which the library will refuse."""
+    """Layer il, after checking that e owns it; None where the library will refuse, whatever the arrays are."""
     if cache.batch is not None:
         raise UnsupportedError("the C library works on one sequence at a time, not on a CacheBatch")
-    layer = layers[il] if 0 <= il < len(layers) else None
+    layer = layers[il] if 0 <= il < len(layers) and cache.state is not CacheState.CLOSED else None
     if layer is not None and layer.owner is not e:
         raise DeviceMismatch(f"layer {il} lives on {layer.owner!r}, another object than the {e!r} given")
     return layer
