@@ -62,6 +62,8 @@ def test_a_device_opens_what_it_closes(c_library: capi.Library, standin: StandIn
     standin.clear_trace()
     device.close()
     device.close()
+    with pytest.raises(StateError, match="closed"):
+        device.call("memra_device_synchronize")
     calls = [call.name for call in standin.trace()]
     assert calls == ["cuStreamSynchronize", "cuMemFreeAsync", "cuStreamDestroy", "cuDevicePrimaryCtxRelease"]
 
