@@ -62,6 +62,8 @@ def test_a_device_opens_what_it_closes(c_library: capi.Library, standin: StandIn
     standin.clear_trace()
     device.close()
     device.close()
+    with pytest.raises(StateError, match="closed"):
+        device.call("memra_device_synchronize")
     calls = [call.name for call in standin.trace()]
     assert calls == ["cuStreamSynchronize", "cuMemFreeAsync", "cuStreamDestroy", "cuDevicePrimaryCtxRelease"]
 
@@ -96,6 +98,18 @@ def test_a_foreign_stream_and_context_are_used_and_never_ended(c_library: capi.L
         assert streams == {stream.handle}
         assert not standin.calls("cuStreamDestroy", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease")
         stream.synchronize()
+
+
+def test_a_stream_that_was_given_lives_as_long_as_the_device(c_library: capi.Library, standin: StandIn) -> None:
+    with CudaContext() as context:
+        device = LibraryDevice(c_library, 0, stream=CudaStream(context))
+        gc.collect()
+        device.call("memra_device_synchronize")
+        assert not standin.calls("cuStreamDestroy")
+        device.close()
+        del device
+        gc.collect()
+        assert len(standin.calls("cuStreamDestroy")) == 1
 
 
 @pytest.mark.parametrize("handle", [0, 1, 2])
@@ -289,6 +303,7 @@ def test_it_works_on_a_stream_and_context_of_the_caller(c_library: capi.Library,
             with capi.CDev(0, given, context) as e:
                 assert e.stream.handle == stream.handle
                 assert e.zeros(4).to_numpy().tolist() == [0] * 4
+        assert len(standin.calls("cuDevicePrimaryCtxRetain")) == len(standin.calls("cuStreamCreate")) == 1
         with pytest.raises(ConfigError, match="the context given is of cuda:0, not of cuda:1"):
             capi.CDev(1, context=context)
         with pytest.raises(DeviceMismatch):
@@ -341,10 +356,10 @@ def test_a_cudadev_is_lent_to_the_library_once_and_closed_with_it(c_library: cap
         assert 0 not in handles
         capi.calls.advance(one, 3)
         assert (one.pos, two.pos) == (3, 0)
-    standin.clear_trace()
     e.close()
     assert standin.live_bytes() == 0
-    assert not standin.calls("cuStreamDestroy")[1:]
+    for begin, end in {**BORN, "cuLibraryLoadData": "cuLibraryUnload"}.items():
+        assert len(standin.calls(begin)) == len(standin.calls(end)), begin
 
 
 def test_what_is_no_cuda_device_is_not_lent(c_library: capi.Library) -> None:

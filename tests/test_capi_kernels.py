@@ -237,8 +237,9 @@ def test_a_damaged_cubin_is_refused_wherever_it_ends(e: Any, standin: StandIn) -
         with pytest.raises(ArrayError, match=r"no cubin|cut off or damaged"):
             load(e, whole[:n])
         assert standin.trace() == []
-    with pytest.raises(ArrayError):
-        e.c.call("memra_device_load", None, len(whole))
+    for image in (None, b"\x7fELG" + whole[4:]):
+        with pytest.raises(ArrayError, match="no cubin"):
+            e.c.call("memra_device_load", image, len(whole))
 
 
 def test_a_cubin_with_any_byte_of_its_tables_wrong_is_no_danger(e: Any, standin: StandIn) -> None:
