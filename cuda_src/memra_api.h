@@ -275,7 +275,9 @@ MEMRA_API int memra_graph_launch(memra_graph *graph);  /* not for MEMRA_CAPTURE_
 MEMRA_API int memra_graph_close(memra_graph *graph);   /* NULL does nothing */
 /* Around launches of a graph that the caller launches: the states come home and the counters are stamped, then the
  * host's clock moves. */
-MEMRA_API int memra_prepare_replay(memra_cache *cache);
+MEMRA_API int memra_prepare_replay(
+    memra_cache *cache, memra_graph *graph /* with it what memra_replayed would refuse is refused in time; or NULL */,
+    int64_t launches);
 MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t launches);
 
 /* ---- The kernels: extern "C" entries of the cubins, and one function that launches each on the device's stream ----

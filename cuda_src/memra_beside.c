@@ -58,7 +58,8 @@ int memra_park_logits(memra_cache *cache, uint64_t row) {
     MEMRA_TRY(memra_range_of("row", row, 1, cache->n_vocab, 4, &source));
     const int32_t d = memra_last_device(cache);
     MEMRA_TRY(buffer(cache, &cache->logits, "logits", d, cache->n_vocab));
-    MEMRA_TRY(memra_copy_bytes(memra_device_at(cache, d), cache->logits.ptr, row, source.n_bytes));
+    if (row != cache->logits.ptr)
+        MEMRA_TRY(memra_copy_bytes(memra_device_at(cache, d), cache->logits.ptr, row, source.n_bytes));
     cache->last_logits_dev.slice = cache->logits;
     cache->last_logits_dev.slice.len = cache->n_vocab;
     memra_keep_logits(cache, cache->pos + cache->step_rows);
@@ -147,6 +148,11 @@ int memra_tap_write(memra_cache *cache, int32_t il, int64_t rows, uint64_t resid
     if (rows > sink->t)
         return memra_fail(
             MEMRA_ERR_CAPACITY, "%" PRId64 " rows to tap; the sink was armed for %" PRId64, rows, sink->t);
+    int64_t wanted = 0;
+    if (__builtin_mul_overflow(sink->t, (int64_t)sink->n_taps, &wanted) ||
+        __builtin_mul_overflow(wanted, sink->hidden, &wanted) || wanted > sink->buf.len || sink->hidden < 1)
+        return memra_fail(
+            MEMRA_ERR_STATE, "tap_write: the fields of the armed sink were changed; assign or arm it again");
     const memra_range taps = {"taps", sink->buf.ptr, 4 * (uint64_t)sink->buf.len};
     MEMRA_TRY(memra_check_ranges(&taps, 1, &source, 1));
     if (memra_recording(cache) != NULL) MEMRA_TRY(memra_graph_note_taps(memra_recording(cache), cache));
@@ -176,6 +182,7 @@ int memra_health_read(memra_cache *cache, memra_health *health) {
 
 int memra_clear_health(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "clear_health"));
+    MEMRA_TRY(memra_check_not_recording(cache, "clear_health"));
     for (int32_t d = 0; d < cache->n_devices; d++)
         MEMRA_TRY(memra_clear(memra_device_at(cache, d), cache->devices[d].health.ptr, sizeof(memra_health)));
     return MEMRA_OK;

@@ -168,6 +168,7 @@ int memra_advance(memra_cache *cache, int64_t rows) {
     MEMRA_TRY(memra_end(cache, &done, memra_commit_counters(cache, NULL, 0, rows, rows, cache->pos + rows, &done)));
     if (!cache->step_rows && cache->state == MEMRA_READY && memra_recording(cache) == NULL)
         memra_give_up(cache, cache->pos); /* the engine wrote rows of its own from here on */
+    if (memra_recording(cache) != NULL) memra_graph_note(memra_recording(cache), cache, cache->pos + rows);
     memra_end_step(cache, cache->pos + rows);
     if (cache->state == MEMRA_PENDING_REPLAY && cache->pos == cache->replay_to) {
         cache->state = MEMRA_READY;
@@ -224,11 +225,15 @@ int memra_settle(memra_cache *cache) {
     return memra_check_strict(cache);
 }
 
-int memra_prepare_replay(memra_cache *cache) {
+int memra_prepare_replay(memra_cache *cache, memra_graph *graph, int64_t launches) {
+    const memra_move *move = NULL;
     bool done = false;
     MEMRA_TRY(memra_check_cache(cache, "prepare_replay"));
     MEMRA_TRY(memra_check_not_recording(cache, "prepare_replay"));
-    MEMRA_TRY(memra_check_replayable(cache, "prepare_replay", 0));
+    if (graph == NULL)
+        MEMRA_TRY(memra_check_replayable(cache, "prepare_replay", 0));
+    else
+        MEMRA_TRY(memra_check_launches(cache, "prepare_replay", graph, launches, &move));
     for (int64_t il = 0; il < cache->n_layer; il++) {
         memra_recur_layer *layer = NULL;
         if (cache->recur[il].present) MEMRA_TRY(memra_recur_of(cache, (int32_t)il, &layer));

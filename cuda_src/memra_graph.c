@@ -75,7 +75,10 @@ int memra_graph_note_taps(struct memra_graph *graph, const memra_cache *cache) {
 static int check_move(const memra_move *move) {
     const memra_cache *cache = move->cache;
     for (int64_t il = 0; il < cache->n_layer; il++)
-        if (move->appended[il]) MEMRA_TRY(memra_check_not_ahead(cache, (int32_t)il));
+        if (move->appended[il]) {
+            MEMRA_TRY(memra_check_not_behind(cache, (int32_t)il));
+            MEMRA_TRY(memra_check_not_ahead(cache, (int32_t)il));
+        }
     if (!move->taps) return MEMRA_OK;
     const memra_tap_sink *taken = &move->sink, *armed = &cache->dflash_taps;
     const bool alike = armed->present && armed->n_taps == taken->n_taps && armed->hidden == taken->hidden &&
@@ -109,7 +112,12 @@ static void put_back(const memra_move *move) {
 
 /* ---- The capture ---- */
 
+static _Thread_local struct memra_graph *of_thread;
+
+struct memra_graph *memra_graph_of_thread(void) { return of_thread; }
+
 static void free_graph(struct memra_graph *graph) {
+    if (of_thread == graph) of_thread = NULL;
     for (memra_move *move = graph->moves, *next; move != NULL; move = next) {
         next = move->next;
         free_move(move);
@@ -132,7 +140,7 @@ int memra_capture_begin(memra_device *device, uint32_t flags) {
             return status;
         }
     }
-    device->recording = graph;
+    device->recording = of_thread = graph;
     return MEMRA_OK;
 }
 
@@ -174,6 +182,7 @@ int memra_capture_end(memra_device *device, memra_graph **graph) {
     if (made == NULL) return memra_fail(MEMRA_ERR_STATE, "no capture is open on this device");
     int status = made->flags & MEMRA_CAPTURE_YOURS ? MEMRA_OK : instantiate(made);
     device->recording = NULL;
+    if (of_thread == made) of_thread = NULL;
     made->is_recording = false;
     const int finished = finish(made);
     if (status == MEMRA_OK) status = finished;
@@ -252,7 +261,7 @@ int memra_graph_launch(memra_graph *graph) {
         MEMRA_TRY(check_move(move));
     }
     for (const memra_move *move = graph->moves; move != NULL; move = move->next)
-        MEMRA_TRY(memra_prepare_replay(move->cache));
+        MEMRA_TRY(memra_prepare_replay(move->cache, NULL, 0));
     const int status = MEMRA_CU(cuGraphLaunch, (graph->exec, device->stream));
     for (const memra_move *move = graph->moves; move != NULL; move = move->next) {
         if (status != MEMRA_OK)
@@ -263,18 +272,26 @@ int memra_graph_launch(memra_graph *graph) {
     return status;
 }
 
-int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t launches) {
-    MEMRA_TRY(memra_check_cache(cache, "replayed"));
-    const memra_move *move = graph == NULL ? NULL : memra_move_of(graph, cache);
-    if (move == NULL) return memra_fail(MEMRA_ERR_CONFIG, "this graph moves another cache");
-    if (launches < 0) return memra_fail(MEMRA_ERR_CONFIG, "%" PRId64 " launches", launches);
+int memra_check_launches(
+    memra_cache *cache, const char *what, struct memra_graph *graph, int64_t launches, const memra_move **move) {
     int64_t moved = 0, need = 0;
-    if (__builtin_mul_overflow(move->tokens, launches ? launches - 1 : 0, &moved) ||
-        __builtin_add_overflow(moved, launches ? move->need : 0, &need))
+    *move = memra_move_of(graph, cache);
+    if (*move == NULL) return memra_fail(MEMRA_ERR_CONFIG, "this graph moves another cache");
+    if (launches < 0) return memra_fail(MEMRA_ERR_CONFIG, "%" PRId64 " launches", launches);
+    if (__builtin_mul_overflow((*move)->tokens, launches ? launches - 1 : 0, &moved) ||
+        __builtin_add_overflow(moved, launches ? (*move)->need : 0, &need))
         need = INT64_MAX;
-    MEMRA_TRY(memra_check_replayable(cache, "replayed", need));
+    MEMRA_TRY(memra_check_replayable(cache, what, need));
+    return launches ? check_move(*move) : MEMRA_OK;
+}
+
+int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t launches) {
+    const memra_move *move = NULL;
+    MEMRA_TRY(memra_check_cache(cache, "replayed"));
+    if (graph == NULL) return memra_fail(MEMRA_ERR_CONFIG, "replayed: the graph is NULL");
+    MEMRA_TRY(memra_check_launches(cache, "replayed", graph, launches, &move));
     if (launches == 0) return MEMRA_OK;
-    MEMRA_TRY(check_move(move));
+    const int64_t moved = move->tokens * (launches - 1);
     const int64_t begin = cache->pos, end = begin + move->tokens * launches;
     if (cache->state == MEMRA_READY) memra_give_up(cache, begin);
     if (move->unsettles || !cache->logits_sure) memra_drop_unsure_logits(cache);

@@ -223,6 +223,7 @@ int memra_check_length(const memra_cache *cache, const char *name, int64_t value
 int memra_check_lengths(const memra_cache *cache);
 int memra_check_replayable(const memra_cache *cache, const char *what, int64_t need);
 int memra_check_not_ahead(const memra_cache *cache, int32_t il);
+int memra_check_not_behind(const memra_cache *cache, int32_t il);
 #define MEMRA_IN(state) (1u << (state))
 
 /* Layer il, of the kind asked for; a sentence otherwise. */
@@ -308,6 +309,10 @@ void memra_graphs_forget(const memra_cache *cache);  /* it is closed: graphs tha
 int memra_graph_touch(struct memra_graph *graph, memra_cache *cache);
 memra_move *memra_move_of(struct memra_graph *graph, const memra_cache *cache);  /* NULL: takes no part */
 void memra_graph_note(struct memra_graph *graph, const memra_cache *cache, int64_t end);
+/* What one launch of the graph does to the cache, where `launches` of them have room. */
+int memra_check_launches(
+    memra_cache *cache, const char *what, struct memra_graph *graph, int64_t launches, const memra_move **move);
+struct memra_graph *memra_graph_of_thread(void);  /* the capture that this thread began last; NULL: it is over */
 int memra_graph_note_taps(struct memra_graph *graph, const memra_cache *cache);
 
 #endif

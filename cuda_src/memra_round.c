@@ -21,6 +21,12 @@ int memra_round_begin(memra_cache *cache, int64_t width) {
     return MEMRA_OK;
 }
 
+static int check_rows(const memra_cache *cache) {
+    if (!cache->step_rows) return memra_fail(MEMRA_ERR_STATE, "nothing to commit: the round ran no step");
+    MEMRA_TRY(memra_check_length(cache, "pos", cache->pos));
+    return memra_check_length(cache, "pos, behind the rows of the round,", cache->pos + cache->step_rows);
+}
+
 static int check_open(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "the end of a round"));
     if (!cache->round_width) return memra_fail(MEMRA_ERR_STATE, "the round is over");
@@ -96,7 +102,7 @@ static int commit(memra_cache *cache, uint64_t accept_d, int64_t accept) {
 
 int memra_round_commit(memra_cache *cache, int64_t accept_len) {
     MEMRA_TRY(check_open(cache));
-    if (!cache->step_rows) return memra_fail(MEMRA_ERR_STATE, "nothing to commit: the round ran no step");
+    MEMRA_TRY(check_rows(cache));
     if (accept_len < 0 || accept_len > cache->step_rows)
         return memra_fail(
             MEMRA_ERR_CAPACITY, "accept_len is %" PRId64 "; the round ran %" PRId64 " rows", accept_len,
@@ -107,7 +113,7 @@ int memra_round_commit(memra_cache *cache, int64_t accept_len) {
 int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d) {
     memra_range range;
     MEMRA_TRY(check_open(cache));
-    if (!cache->step_rows) return memra_fail(MEMRA_ERR_STATE, "nothing to commit: the round ran no step");
+    MEMRA_TRY(check_rows(cache));
     if (cache->n_devices > 1)
         return memra_fail(
             MEMRA_ERR_DEVICE, "commit_from_device serves caches on one device; this one spans several");

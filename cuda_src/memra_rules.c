@@ -95,6 +95,10 @@ int memra_check_recording(memra_cache *cache, const char *what) {
                     "%s: the stream is capturing; call memra_capture_begin with MEMRA_CAPTURE_YOURS first", what);
         }
     }
+    if (graph == NULL && memra_graph_of_thread() != NULL)
+        return memra_fail(
+            MEMRA_ERR_STATE, "%s: a capture is open on device %" PRId32 ", and this cache lives elsewhere; a capture"
+            " belongs to one device", what, memra_graph_of_thread()->device->ordinal);
     return graph == NULL ? MEMRA_OK : memra_graph_touch(graph, cache);
 }
 
@@ -132,7 +136,9 @@ int memra_check_replay(const memra_cache *cache, const char *what, int64_t rows)
 int memra_check_replayable(const memra_cache *cache, const char *what, int64_t need) {
     MEMRA_TRY(check_recorder(cache, what));
     MEMRA_TRY(memra_check_state(cache, what, MEMRA_IN(MEMRA_READY) | MEMRA_IN(MEMRA_UNSETTLED)));
-    if (cache->step_rows || cache->round_width)
+    if (cache->round_width)
+        return memra_fail(MEMRA_ERR_STATE, "%s: a round is open; commit or leave it first", what);
+    if (cache->step_rows)
         return memra_fail(
             MEMRA_ERR_STATE, "%s: a step of %" PRId64 " rows is open; advance or roll back first", what,
             cache->step_rows);
@@ -142,6 +148,16 @@ int memra_check_replayable(const memra_cache *cache, const char *what, int64_t n
             MEMRA_ERR_CAPACITY, "%s: %" PRId64 " rows behind position %" PRId64 "; max_ctx is %" PRId64, what, need,
             cache->pos, cache->max_ctx);
     return MEMRA_OK;
+}
+
+int memra_check_not_behind(const memra_cache *cache, int32_t il) {
+    const int64_t len = cache->kv[il].len;
+    if (len >= cache->pos) return MEMRA_OK;
+    return memra_fail(
+        MEMRA_ERR_STATE,
+        "layer %" PRId32 ": len is %" PRId64 ", pos is %" PRId64 ": nobody wrote rows %" PRId64 " .. %" PRId64
+        "; set len or roll back",
+        il, len, cache->pos, len, cache->pos - 1);
 }
 
 int memra_check_not_ahead(const memra_cache *cache, int32_t il) {
@@ -268,12 +284,7 @@ int memra_step_check(memra_cache *cache, int32_t il, uint32_t op, int64_t rows) 
             "layer %" PRId32 ": %" PRId64 " rows behind len %" PRId64 " need %" PRId64 " tokens; max_ctx is %" PRId64,
             il, rows, cache->pos, cache->pos + rows, cache->max_ctx);
     if (kv == NULL) return MEMRA_OK;
-    if (kv->len < cache->pos)
-        return memra_fail(
-            MEMRA_ERR_STATE,
-            "layer %" PRId32 ": len is %" PRId64 ", pos is %" PRId64 ": nobody wrote rows %" PRId64 " .. %" PRId64
-            "; set len or roll back",
-            il, kv->len, cache->pos, kv->len, cache->pos - 1);
+    MEMRA_TRY(memra_check_not_behind(cache, il));
     return cache->round_width || memra_recording(cache) != NULL ? memra_check_not_ahead(cache, il) : MEMRA_OK;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class CacheBatch(Closing):
 
     def advance(self, e: Any, n: int = 1) -> None:
         """Ends the step of every sequence, in one launch: pos += n. Raises as Cache.advance, for all or none."""
+        n = operator.index(n)
         if e is not self.e:
             raise DeviceMismatch(f"{e!r} is not the batch's device {self.e!r}")
         self._check_members()
@@ -131,6 +133,12 @@ class CacheBatch(Closing):
                 raise StateError(f"batch, sequence {i}: pending replay of {left} tokens; run them first")
             if member.open_round is not None:
                 raise StateError(f"batch, sequence {i}: a round is open; commit or leave it first")
+            if member.step_rows != self.members[0].step_rows:
+                alone = i if member.step_rows else 0
+                rows = self.members[alone].step_rows
+                raise StateError(
+                    f"batch, sequence {alone}: a step of {rows} rows of its own is open; advance or roll back first"
+                )
 
     def _state_addresses(self, il: int) -> list[int]:
         layers = (member.recur[il] for member in self.members)

@@ -100,9 +100,10 @@ class CacheBeside(CacheRules):
         self.check_recording("park_logits")
         if self.cfg.n_vocab < 1:
             raise ConfigError("park_logits needs n_vocab, which this model description lacks")
-        source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), e, rows=1, out=False)
+        source = operand(row, "row", (self.cfg.n_vocab,), (np.float32,), e, rows=1, out=False, bare=True)
         kept = self._plane_beside("logits", e, self.cfg.n_vocab)
-        e.copy_bytes(kept.ptr, source.ptr, source.nbytes)
+        if source.ptr != kept.ptr:  # else they are there
+            e.copy_bytes(kept.ptr, source.ptr, source.nbytes)
         self.hold_logits(kept, self.pos + self.step_rows)
         graph = self.recording
         if graph is not None:
@@ -144,6 +145,8 @@ class CacheBeside(CacheRules):
             raise DeviceMismatch(f"layer {il} does not live on {e!r}")
         if rows > sink.t:
             raise CapacityError(f"{rows} rows to tap; the sink was armed for {sink.t}")
+        if self._armed() != (tuple(sink.layer_ids), sink.buf.ptr, sink.hidden, sink.t):
+            raise StateError("tap_write: the fields of the armed sink were changed; assign or arm it again")
         graph = self.recording
         if graph is not None:
             graph.move_of(cast("CacheClock", self)).taps = sink
@@ -161,6 +164,7 @@ class CacheBeside(CacheRules):
     def clear_health(self) -> None:
         """Empties the error record, in stream order."""
         self.check_open("clear_health")
+        self.check_not_recording("clear_health")
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             actions += zero_actions(device, [self._planes["health", None, d]])
@@ -197,7 +201,8 @@ class CacheBeside(CacheRules):
 
     def kept_logits(self) -> Any:
         """What restore_logits takes: where logits are parked, and whose they are."""
-        return bytes(self._c.last_logits_dev.slice), self._logits, self.logits_at, self._c.logits_sure
+        at = self.logits_at if self._c.last_logits_dev.present else None
+        return bytes(self._c.last_logits_dev.slice), self._logits, at, self._c.logits_sure
 
     def restore_logits(self, kept: Any) -> None:
         """Back to what kept_logits returned."""

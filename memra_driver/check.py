@@ -72,10 +72,10 @@ def run(e: Any, cases: Iterable[Case], save: Path) -> Iterator[Result]:
     for case in cases:
         want = expectation(e, case)
         result, fatal = _judge(e, case, want)
+        yield result
         if result.fault and not saved:
             write(save, case, want)
             saved = True
-        yield result
         if fatal:
             return
 
@@ -229,5 +229,5 @@ def read(path: Path) -> Case:
             for kind in ("array", "want")
         }
         return Case(arrays=of["array"], want=of["want"], **fields)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError) as error:
         raise ConfigError(f"{path} is no saved input of check: {error}") from None

@@ -13,7 +13,7 @@ from memra_driver.place import Action, commit_counter_actions, copy_actions, cou
 from memra_driver.snapshot import CacheSnapshot, snapshots_of
 
 if TYPE_CHECKING:
-    from memra_driver.graph import Graph
+    from memra_driver.graph import Graph, Move
 
 
 class CacheClock(CacheBeside):
@@ -54,6 +54,9 @@ class CacheClock(CacheBeside):
         """The host's part of an advance that was enqueued."""
         if not self.step_rows and self.state is CacheState.READY and self.recording is None:
             self.give_up(self.pos)  # the engine wrote rows of its own from here on
+        graph = self.recording
+        if graph is not None:
+            graph.note(self, self.pos + n)
         self.end_step(self.pos + n)
         if self.state is CacheState.PENDING_REPLAY and self.pos == self.replay_to:
             self._c.state, self._c.replay_to = CacheState.READY, 0
@@ -102,15 +105,19 @@ class CacheClock(CacheBeside):
         if self.state is CacheState.UNSETTLED:
             self.drop_logits_above(self._c.sure_pos)
 
-    def prepare_replay(self, e: Any) -> None:
+    def prepare_replay(self, e: Any, graph: Graph | None = None, launches: int = 1) -> None:
         """Before a recorded graph is launched: stamps the counters, and brings each state to where it was born.
 
         At most one device copy a layer, and only where the two buffers have changed places an odd number of
         times. `Graph.launch` calls it; an engine that launches the graph itself does so too. Waits for nothing.
+        With the graph and how often it will be launched, what `replayed` would refuse is refused here, in time.
         """
         self.check_device(e)
         self.check_not_recording("prepare_replay")
-        self.check_replayable("prepare_replay", 0)
+        if graph is None:
+            self.check_replayable("prepare_replay", 0)
+        else:
+            self._check_launches("prepare_replay", graph, launches)
         away = [layer for layer in self.recur if layer is not None and layer.ssm_state.ptr != layer.home.ptr]
         actions: list[Action] = []
         for device in self.devices:
@@ -124,15 +131,9 @@ class CacheClock(CacheBeside):
     def replayed(self, graph: Graph, launches: int) -> None:
         """A recorded graph ran `launches` times since prepare_replay: the host's clock moves as the ops would have."""
         launches = operator.index(launches)
-        move = next((move for move in graph.moves if move.cache is self), None)
-        if move is None:
-            raise ConfigError("this graph moves another cache")
-        if launches < 0:
-            raise ConfigError(f"{launches} launches")
-        self.check_replayable("replayed", move.need + move.tokens * (launches - 1) if launches else 0)
+        move = self._check_launches("replayed", graph, launches)
         if not launches:
             return
-        move.check()
         begin = self.pos
         if self.state is CacheState.READY:
             self.give_up(begin)
@@ -148,6 +149,18 @@ class CacheClock(CacheBeside):
             self.kv_layer(il).len = self.pos
         if move.unsettles:
             self.unsettle(begin)
+
+    def _check_launches(self, what: str, graph: Graph, launches: int) -> Move:
+        """What one launch of the graph does here, where `launches` of them have room."""
+        move = next((move for move in graph.moves if move.cache is self), None)
+        if move is None:
+            raise ConfigError("this graph moves another cache")
+        if launches < 0:
+            raise ConfigError(f"{launches} launches")
+        self.check_replayable(what, move.need + move.tokens * (launches - 1) if launches else 0)
+        if launches:
+            move.check()
+        return move
 
     def give_up(self, stands: int) -> None:
         """K/V rows at and above `stands` are given up: snapshots and logits that count on them are no longer true."""

@@ -84,6 +84,7 @@ class CudaStream(Closing):
 
     def synchronize(self) -> None:
         """Waits until all work of the stream is done."""
+        self.refuse_in_capture("synchronize")
         self.context.bind_alive()
         driver.stream_synchronize(self.handle)
 
@@ -141,6 +142,7 @@ class CudaStream(Closing):
         pinned memory must stay unchanged until the stream has passed."""
         check_contiguous(array)
         if array.nbytes:
+            self.refuse_in_capture("a copy from the host")
             self.context.bind()
             driver.memcpy_htod_async(dst, array.ctypes.data, array.nbytes, self.handle)
 
@@ -150,11 +152,18 @@ class CudaStream(Closing):
         if not array.flags.writeable:
             raise ArrayError("the array to copy into is read-only")
         if array.nbytes:
+            self.refuse_in_capture("a copy to the host")
             self.context.bind()
             driver.memcpy_dtoh_async(array.ctypes.data, src, array.nbytes, self.handle)
 
+    def refuse_in_capture(self, what: str) -> None:
+        """A capture would record it, and each launch do it again with host memory as it is by then."""
+        if self._waiting is not None:
+            raise StateError(f"{what}: a capture is open on this stream; do it before or after")
+
     def alloc_bytes(self, nbytes: int) -> int:
         """Uninitialised bytes, 256-byte aligned, usable by this stream at once. Raises DriverOutOfMemory."""
+        self.refuse_in_capture("an allocation")
         self.context.bind_alive()
         handle = self.handle
         ptr = driver.mem_alloc_async(nbytes, handle) if self.context.pools else driver.mem_alloc(nbytes)

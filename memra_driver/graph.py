@@ -7,6 +7,7 @@ was. The graph remembers which caches it moved and how far, and each launch move
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,13 +66,14 @@ class Move:
     def check(self) -> None:
         """The layers that are appended to stand at pos, and the sink that was recorded is armed."""
         for il in self.appended:
+            self.cache.check_not_behind(il)
             self.cache.check_not_ahead(il)
         self._check_taps()
 
     def _check_taps(self) -> None:
         """The same layers in the same slots of the same buffer."""
         taken, armed = self.taps, self.cache.dflash_taps
-        if taken is None or taken is armed:
+        if taken is None:
             return
         if armed is None or (armed.layer_ids, armed.hidden, armed.buf.ptr) != (
             taken.layer_ids,
@@ -79,7 +81,10 @@ class Move:
             taken.buf.ptr,
         ):
             now = "none are armed" if armed is None else f"{armed.layer_ids} are armed"
-            raise StateError(f"graph launch: it was captured with taps {taken.layer_ids}, and {now}; capture it again")
+            where = " in another buffer" if armed is not None and armed.layer_ids == taken.layer_ids else ""
+            raise StateError(
+                f"graph launch: it was captured with taps {taken.layer_ids}, and {now}{where}; capture it again"
+            )
         if armed.t < taken.t:
             raise StateError(f"graph launch: it was captured with taps of {taken.t} rows, and {armed.t} are armed")
 
@@ -184,6 +189,17 @@ class Graph(Closing):
         raise NotImplementedError
 
 
+_threads = threading.local()
+
+
+def captures_of_this_thread() -> list[Graph]:
+    """The captures that are open on this thread, the last begun at the end."""
+    if not hasattr(_threads, "captures"):
+        _threads.captures = []
+    found: list[Graph] = _threads.captures
+    return found
+
+
 class CudaGraph(Graph):
     """A CUDA graph."""
 
@@ -227,6 +243,7 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
         driver.stream_begin_capture(e.stream.handle)
         try:
             yield graph
+            e.context.bind_alive()  # the block may have worked on another device
             made = driver.stream_end_capture(e.stream.handle)
         except BaseException:
             _discard(e)
@@ -236,14 +253,17 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
         finally:
             driver.graph_destroy(made)
         driver.graph_upload(graph.handle, e.stream.handle)
+        if graph.is_closed:  # inside the block
+            graph.close()
 
 
 def _discard(e: Any) -> None:
     """Ends a capture that failed; what it recorded, if anything, is freed."""
     try:
+        e.context.bind_alive()
         driver.graph_destroy(driver.stream_end_capture(e.stream.handle))
-    except DriverError:
-        return  # the capture was invalid already, and has ended
+    except (DriverError, StateError):
+        return  # the capture was invalid already, and has ended, or went with its context
 
 
 @contextmanager
@@ -252,14 +272,18 @@ def recording(e: Any, graph: Graph) -> Iterator[None]:
     if e.recording is not None:
         raise StateError("a capture is open on this device already")
     e.recording = graph
+    mine = captures_of_this_thread()
+    mine.append(graph)
     try:
         yield
     except BaseException:
         e.recording = None
+        mine.remove(graph)
         graph.abandon()
         graph.close()
         raise
     e.recording = None
+    mine.remove(graph)
     try:
         graph.finish()
     except BaseException:

@@ -43,13 +43,14 @@ class Operand:
 
 def operand(
     value: Any, name: str, columns: Sequence[int], dtypes: Sequence[Any], e: Any, *, rows: int | None, out: bool,
-    batch: int | None = None,
+    batch: int | None = None, bare: bool = False,
 ) -> Operand:  # fmt: skip
     """The memory behind one argument, checked: C-contiguous, [rows, *columns], one of `dtypes`, on device e.
 
     rows None: any number of rows. batch: so many blocks of them,
     [batch, rows, *columns]. A flat slice needs the right number of elements; an array needs
-    the shape itself. uint16 stands for bfloat16 too. Raises ArrayError naming the argument.
+    the shape itself; bare: a single row may come without its leading 1, a single element without any dimension.
+    uint16 stands for bfloat16 too. Raises ArrayError naming the argument.
 
     e's stream waits for the work that the array's protocol tells of; the host does not. While a capture is open
     nothing waits, since nothing runs, and the graph keeps the array.
@@ -76,6 +77,8 @@ def operand(
         if found.dtype.name != "bfloat16" or _BITS not in wanted:
             _refuse_dtype(name, found.dtype, wanted)
         found = replace(found, dtype=_BITS)
+    if bare and shape in ((*columns,), ()):
+        shape = None
     _check_shape(found.len, shape, name, columns, rows, batch)
     if found.len and found.ptr % found.dtype.itemsize:
         raise ArrayError(

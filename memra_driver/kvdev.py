@@ -80,7 +80,7 @@ class _SliceDev:
         return self._cleared(n, np.float32)
 
     def uninit(self, n: int) -> CudaSlice:
-        return CudaSlice(self.memory, n, np.float32)
+        return self._made(n, np.float32)
 
     def alloc_u8(self, n: int) -> CudaSlice:
         return self._cleared(n, np.uint8)
@@ -89,11 +89,11 @@ class _SliceDev:
         return self._cleared(n, np.uint8)
 
     def htod_i32(self, v: Sequence[int]) -> CudaSlice:
-        made = CudaSlice(self.memory, len(v), np.int32)
+        made = self._made(len(v), np.int32)
         return self._filled(made, lambda: made.copy_from(np.array(v, np.int32)))
 
     def clone_dtod(self, src: CudaSlice) -> CudaSlice:
-        made = CudaSlice(self.memory, src.len, src.dtype)
+        made = self._made(src.len, src.dtype)
         return self._filled(made, lambda: self.copy_into(made, 0, src, src.len))
 
     def copy_into(self, dst: CudaSlice, off: int, src: CudaSlice, n: int) -> None:
@@ -132,8 +132,13 @@ class _SliceDev:
     def _copy(self, dst: CudaSlice, to: int, src: CudaSlice, n_bytes: int) -> None:
         raise NotImplementedError
 
+    def _made(self, n: int, dtype: Any) -> CudaSlice:
+        if self.recording is not None:
+            raise StateError(f"an allocation of {n} elements: a capture is open on this device; do it before or after")
+        return CudaSlice(self.memory, n, dtype)
+
     def _cleared(self, n: int, dtype: Any) -> CudaSlice:
-        made = CudaSlice(self.memory, n, dtype)
+        made = self._made(n, dtype)
         return self._filled(made, lambda: self.clear_bytes(made.ptr, made.nbytes))
 
     @staticmethod

@@ -34,7 +34,7 @@ from memra_driver.kernels import attend_kernel
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
-from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
+from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, MAX_INT, SCAN_STATE_SIZES, attend_part_bytes
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -142,6 +142,7 @@ def gdn_prep(
     for name, value in (("g_log", g_log), ("beta", beta)):
         outputs[name] = _rows(e, cache, value, name, (heads,), rows, out=True)
     refuse_overlap(outputs, inputs)
+    eps = _number("eps", eps)
     if rows == 0:
         return
     at = cache.at(il)
@@ -170,6 +171,7 @@ def gdn_scan(
         inputs[name] = _rows(e, cache, value, name, (heads,), rows)
     result = _rows(e, cache, out, "out", (heads, size), rows, out=True)
     refuse_overlap({"out": result} | _planes(cache, il, "ssm_state", "ssm_state_alt"), inputs)
+    scale = _number("scale", scale)
     if rows == 0:
         return
     with cache.step(e, il, StepOp.SCAN, rows) as at:
@@ -195,7 +197,7 @@ def attend(
     q [T, n_head, head_dim_k], out [T, n_head, head_dim_v]; query head h reads K/V head h // gqa. Row r sees keys
     0 .. pos + r, of those the last `window` (None: the layer's own; 0: all). A layer without own K/V reads
     that of `cache.kv_layer_for(il)`. out = softmax(scale q K^T) V, within 2e-3 of its largest magnitude of the
-    float64 value over the dequantised rows. May be called again in a step; refused where rows below pos + T are
+    float64 value over the dequantised rows; values of V beyond 65504 become infinite. May be called again in a step; refused where rows below pos + T are
     missing, and beyond CacheOptions.max_rows.
     """
     _check_kernels(e)
@@ -218,6 +220,7 @@ def attend(
     if rows > limit:
         raise CapacityError(f"attend of {rows} rows; the cache was built with CacheOptions(max_rows={limit})")
     width = layer.window if window is None else window
+    scale, width = _number("scale", scale), min(width, MAX_INT)
     if width < 0:
         raise ConfigError(f"attend: window {width}; it is the number of keys that a row sees, 0 for all")
     cache.check_readable("attend")
@@ -236,6 +239,13 @@ def attend(
         "attend_combine", part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs,
         at.health, il,
     )  # fmt: skip
+
+
+def _number(name: str, value: Any) -> float:
+    """A factor as a float; what the driver would choke on, once the step was noted, is refused here."""
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise ConfigError(f"{name} is {value!r}; it is a number")
+    return float(value)
 
 
 def tap_write(e: Any, cache: Cache, il: int, residual: Any) -> None:

@@ -119,7 +119,7 @@ class Round:
         cache, rows = self.cache, self._rows()
         if len(cache.devices) > 1:
             raise DeviceMismatch("commit_from_device serves caches on one device; this one spans several")
-        count = operand(accept_d, "accept_d", (1,), (np.int32,), self.e, rows=1, out=False)
+        count = operand(accept_d, "accept_d", (1,), (np.int32,), self.e, rows=1, out=False, bare=True)
         actions: list[Action] = []
         for il, layer in self._recurrent():
             actions += self._commit_layer(layer.owner, il, layer, count, 0, rows, swap=False)
@@ -170,9 +170,11 @@ class Round:
     def _rows(self) -> int:
         self._check_open()
         self.cache.check_recording("the end of a round")
-        if not self.cache.step_rows:
-            raise StateError("nothing to commit: the round ran no step")
         rows: int = self.cache.step_rows
+        if not rows:
+            raise StateError("nothing to commit: the round ran no step")
+        self.cache.check_length("pos", self.cache.pos)
+        self.cache.check_length("pos, behind the rows of the round,", self.cache.pos + rows)
         return rows
 
     def _check_open(self) -> None:

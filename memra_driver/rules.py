@@ -15,6 +15,7 @@ import numpy as np
 from memra_driver import layout
 from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, MemraError, SnapshotError, StateError
+from memra_driver.graph import captures_of_this_thread
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, Recorder, StepOp
 from memra_driver.place import Key
@@ -109,6 +110,7 @@ class CacheRules:
         self._check_recorder(what)
         graph = self.recording
         if graph is None:
+            self._check_other_captures(what)
             return
         if any(getattr(e, "recording", None) is None for e in self.devices):
             raise StateError(f"{what}: a capture belongs to one device; this cache spans {len(self.devices)}")
@@ -118,6 +120,15 @@ class CacheRules:
         self._check_recorder(what)
         if self.recording is not None:
             raise StateError(f"{what}: a capture is open; only steps and rounds can be recorded")
+        self._check_other_captures(what)
+
+    def _check_other_captures(self, what: str) -> None:
+        others = captures_of_this_thread()
+        if others:
+            raise StateError(
+                f"{what}: a capture is open on {others[-1].e!r}, and this cache lives on {list(self.devices)};"
+                " a capture belongs to one device"
+            )
 
     def _check_recorder(self, what: str) -> None:
         if self._c.recorder == Recorder.C:
@@ -164,6 +175,15 @@ class CacheRules:
         for il, layer in enumerate(self.kv):
             if layer is not None:
                 self.check_length(f"layer {il}: len", layer.len)
+
+    def check_not_behind(self, il: int) -> None:
+        """Rows are appended behind rows that somebody wrote."""
+        length = self.kv_layer(il).len
+        if length < self.pos:
+            raise StateError(
+                f"layer {il}: len is {length}, pos is {self.pos}: nobody wrote rows {length} .. {self.pos - 1};"
+                " set len or roll back"
+            )
 
     def check_not_ahead(self, il: int) -> None:
         """Rounds and captures set len_d to the position where they end: rows that stand above pos would be lost."""
@@ -253,13 +273,10 @@ class CacheRules:
             raise CapacityError(
                 f"layer {il}: {rows} rows behind len {self.pos} need {need} tokens; max_ctx is {self.max_ctx}"
             )
-        if isinstance(layer, KvLayer) and layer.len < self.pos:
-            raise StateError(
-                f"layer {il}: len is {layer.len}, pos is {self.pos}: nobody wrote rows {layer.len} .. {self.pos - 1};"
-                " set len or roll back"
-            )
-        if isinstance(layer, KvLayer) and (self.open_round is not None or self.recording is not None):
-            self.check_not_ahead(il)
+        if isinstance(layer, KvLayer):
+            self.check_not_behind(il)
+            if self.open_round is not None or self.recording is not None:
+                self.check_not_ahead(il)
         try:
             yield layer
             if not self.step_rows and self.state is CacheState.READY and self.recording is None:
@@ -290,7 +307,9 @@ class CacheRules:
     def check_replayable(self, what: str, need: int) -> None:
         """A recorded step or round may be launched: ready or unsettled, no step open, room for `need` rows."""
         self.check_state(what, CacheState.READY, CacheState.UNSETTLED)
-        if self.step_rows or self.open_round is not None:
+        if self.open_round is not None:
+            raise StateError(f"{what}: a round is open; commit or leave it first")
+        if self.step_rows:
             raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
         self.check_lengths()
         if self.pos + need > self.max_ctx:

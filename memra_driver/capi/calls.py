@@ -63,7 +63,7 @@ def park_logits(cache: Any, row: Any) -> None:
     if cache.state is CacheState.CLOSED or cache.cfg.n_vocab < 1:
         _call(cache, "memra_park_logits", 0)  # is refused
     e = cache.devices[cache.plan.placement[-1]]
-    source = operand(row, "row", (cache.cfg.n_vocab,), (np.float32,), e, rows=1, out=False)
+    source = operand(row, "row", (cache.cfg.n_vocab,), (np.float32,), e, rows=1, out=False, bare=True)
     _call(cache, "memra_park_logits", source.ptr)
 
 
@@ -149,7 +149,7 @@ def round_commit(cache: Any, accept_len: int) -> None:
 
 def round_commit_from_device(cache: Any, accept_d: Any) -> None:
     """As Round.commit_from_device."""
-    count = operand(accept_d, "accept_d", (1,), (np.int32,), cache.devices[0], rows=1, out=False)
+    count = operand(accept_d, "accept_d", (1,), (np.int32,), cache.devices[0], rows=1, out=False, bare=True)
     _call(cache, "memra_round_commit_from_device", count.ptr)
 
 
@@ -198,9 +198,9 @@ def capture(e: Any, *, yours: bool = False) -> Iterator[LibraryGraph]:
     graph.address = made.value
 
 
-def prepare_replay(cache: Any) -> None:
+def prepare_replay(cache: Any, graph: LibraryGraph | None = None, launches: int = 1) -> None:
     """As Cache.prepare_replay."""
-    _call(cache, "memra_prepare_replay")
+    _call(cache, "memra_prepare_replay", None if graph is None else graph.address, launches)
 
 
 def replayed(cache: Any, graph: LibraryGraph, launches: int) -> None:

@@ -143,7 +143,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "memra_capture_abandon": (_P,),
     "memra_graph_launch": (_P,),
     "memra_graph_close": (_P,),
-    "memra_prepare_replay": (_P,),
+    "memra_prepare_replay": (_P, _P, _L),
     "memra_replayed": (_P, _P, _L),
     "memra_attend_scratch": (_P, c_uint64, _P),
     **_launches(),
