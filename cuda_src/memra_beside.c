@@ -6,6 +6,8 @@
 
 /* ---- Buffers that exist from first use on ---- */
 
+enum { HOST = -1 };
+
 typedef struct owned_buffer {
     memra_owned owned;  /* the first field: one address */
     uint64_t handle;    /* of the device; 0: host memory behind the node */
@@ -53,6 +55,7 @@ int memra_park_logits(memra_cache *cache, uint64_t row) {
     MEMRA_TRY(memra_check_cache(cache, "park_logits"));
     MEMRA_TRY(memra_check_state(cache, "park_logits", MEMRA_IN(MEMRA_READY)));
     MEMRA_TRY(memra_check_recording(cache, "park_logits"));
+    MEMRA_TRY(memra_check_length(cache, "pos", cache->pos));
     if (cache->n_vocab < 1)
         return memra_fail(MEMRA_ERR_CONFIG, "park_logits needs n_vocab, which this model description lacks");
     MEMRA_TRY(memra_range_of("row", row, 1, cache->n_vocab, 4, &source));
@@ -68,6 +71,7 @@ int memra_park_logits(memra_cache *cache, uint64_t row) {
 }
 
 int memra_take_logits(memra_cache *cache, uint64_t *row) {
+    if (row == NULL) return memra_fail(MEMRA_ERR_ARRAY, "take_logits: row is NULL");
     *row = 0;
     MEMRA_TRY(memra_check_cache(cache, "take_logits"));
     MEMRA_TRY(memra_check_state(cache, "take_logits", MEMRA_IN(MEMRA_READY) | MEMRA_IN(MEMRA_PENDING_REPLAY)));
@@ -97,6 +101,18 @@ static int check_taps(const memra_cache *cache, const int32_t *ids, int32_t n, i
     return MEMRA_OK;
 }
 
+/* Room for a list of n layers, behind its node: one that is there already, so that arming again and again takes no
+ * more. */
+static owned_buffer *list_of(memra_cache *cache, int32_t n) {
+    for (memra_owned *each = cache->owned; each != NULL; each = each->next)
+        if (each->release == release && each->slice.device == HOST && each->slice.len >= n) return (owned_buffer *)each;
+    owned_buffer *made = calloc(1, sizeof *made + (size_t)n * sizeof(int32_t));
+    if (made == NULL) return NULL;
+    made->owned.slice = (memra_slice){0, n, MEMRA_I32, HOST};
+    link_owned(cache, &made->owned);
+    return made;
+}
+
 int memra_arm_taps(memra_cache *cache, const int32_t *layer_ids, int32_t n, int64_t t, int64_t hidden) {
     int64_t len = 0;
     MEMRA_TRY(memra_check_cache(cache, "arm_taps"));
@@ -105,16 +121,12 @@ int memra_arm_taps(memra_cache *cache, const int32_t *layer_ids, int32_t n, int6
     MEMRA_TRY(check_taps(cache, layer_ids, n, t, hidden));
     if (__builtin_mul_overflow(t, (int64_t)n, &len) || __builtin_mul_overflow(len, hidden, &len) || len > INT64_MAX / 4)
         return memra_fail(MEMRA_ERR_CONFIG, "taps of %" PRId64 " rows of %" PRId64 ": too many elements", t, hidden);
-    owned_buffer *ids = calloc(1, sizeof *ids + (size_t)n * sizeof *layer_ids); /* the list lives behind its node */
+    owned_buffer *ids = list_of(cache, n);
     if (ids == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the taps");
     const int32_t d = cache->kv[layer_ids[0]].device_index;
     const int status = buffer(cache, &cache->taps, "taps", d, len);
-    if (status != MEMRA_OK) {
-        free(ids);
-        return status;
-    }
+    if (status != MEMRA_OK) return status;
     memcpy(ids + 1, layer_ids, (size_t)n * sizeof *layer_ids);
-    link_owned(cache, &ids->owned);
     memra_tap_sink *sink = &cache->dflash_taps;
     *sink = (memra_tap_sink){1, (uint32_t)n, (int32_t *)(ids + 1), cache->taps, hidden, t};
     sink->buf.len = len;
@@ -166,6 +178,7 @@ int memra_tap_write(memra_cache *cache, int32_t il, int64_t rows, uint64_t resid
 /* ---- The error record ---- */
 
 int memra_health_read(memra_cache *cache, memra_health *health) {
+    if (health == NULL) return memra_fail(MEMRA_ERR_ARRAY, "health: health is NULL");
     memset(health, 0, sizeof *health);
     MEMRA_TRY(memra_check_cache(cache, "health"));
     for (int32_t d = 0; d < cache->n_devices; d++) {

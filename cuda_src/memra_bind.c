@@ -38,6 +38,16 @@ int memra_cache_bind(memra_cache *cache, memra_device *const *devices, int32_t n
                               "memra_cache_bind: device %" PRId32 " of the cache works on stream 0x%" PRIx64 ", the one"
                               " given on 0x%" PRIx64 "; open it with the cache's stream", d, wanted->stream, stream);
     }
+    for (int32_t d = 0; d < n_devices; d++) {
+        const memra_device *old = memra_device_at(cache, d);
+        if (cache->recorder == MEMRA_NOT_RECORDING && (old == NULL || old == devices[d])) continue;
+        if (cache->recorder != MEMRA_NOT_RECORDING)
+            return memra_fail(MEMRA_ERR_STATE, "memra_cache_bind: a capture records this cache; end it first");
+        for (struct memra_graph *graph = old->graphs; graph; graph = graph->next)
+            if (memra_move_of(graph, cache) != NULL)
+                return memra_fail(MEMRA_ERR_STATE,
+                                  "memra_cache_bind: a graph of the device before moves this cache; close it first");
+    }
     for (int32_t d = 0; d < n_devices; d++) cache->devices[d].handle = devices[d]->handle;
     return MEMRA_OK;
 }

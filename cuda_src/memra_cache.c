@@ -24,7 +24,7 @@ static int release(memra_cache_own *own) {
     int status = MEMRA_OK;
     for (int64_t i = 0; i < own->n_allocations; i++) {
         memra_device *device = memra_device_at(&own->cache, own->allocated_on[i]);
-        if (!device) continue; /* closed, and its memory with it */
+        if (!device || !memra_device_is_alive(device)) continue; /* closed or lost, and its memory with it */
         char before[1024];
         if (status != MEMRA_OK) snprintf(before, sizeof before, "%s", memra_last_error());
         const int freed = memra_free(device, own->allocations[i]);
@@ -278,7 +278,8 @@ int memra_cache_free(memra_cache *cache) {
     for (int32_t d = 0; d < cache->n_devices; d++) {
         memra_device *device = memra_device_at(cache, d);
         /* A context that is lost records nothing, and the host's memory shall not be lost with it. */
-        if (device && check_no_capture(device, "memra_cache_free") == MEMRA_ERR_STATE) return MEMRA_ERR_STATE;
+        if (!device || !memra_device_is_alive(device)) continue;
+        if (check_no_capture(device, "memra_cache_free") == MEMRA_ERR_STATE) return MEMRA_ERR_STATE;
     }
     cache->state = MEMRA_CLOSED;
     memra_graphs_forget(cache);

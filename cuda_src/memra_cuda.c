@@ -29,7 +29,7 @@ typedef CUresult get_proc_v1(const char *name, void **function, int version, uin
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
 static atomic_bool loaded;
-static volatile bool used, forked; /* the driver was used in this process; it was used before this process was forked */
+static atomic_bool used, forked; /* the driver was used in this process; it was used before this process was forked */
 
 static void in_child(void) {
     forked = forked || used;

@@ -66,7 +66,7 @@ static int make_current(CUcontext context) {
 
 /* Whether the context is the one that the device was opened on, and not one that somebody reset: the driver follows
  * streams and memory of such a one without a look, and the process dies. */
-static bool is_alive(const memra_device *device) {
+bool memra_device_is_alive(const memra_device *device) {
     unsigned long long id = 0;
     if (!device->context) return false;
     return !memra_cu.cuCtxGetId || (!memra_cu.cuCtxGetId(device->context, &id) && id == device->context_id);
@@ -74,7 +74,7 @@ static bool is_alive(const memra_device *device) {
 
 int memra_device_enter(memra_device *device) {
     MEMRA_TRY(check_open(device));
-    if (!is_alive(device))
+    if (!memra_device_is_alive(device))
         return memra_fail(MEMRA_ERR_STATE, "somebody destroyed the context of device %d: what lived there is gone",
                           device->ordinal);
     return make_current(device->context);
@@ -134,7 +134,7 @@ static void keep(int *status, const char *call, CUresult code) {
 /* Frees all that is the device's own, as far as it was made, and the struct. Returns the first failure, `status` being
  * one that came before. */
 static int take_apart(memra_device *device, int status) {
-    const bool alive = is_alive(device);
+    const bool alive = memra_device_is_alive(device);
     for (struct memra_graph *graph = device->graphs; graph; graph = graph->next) { /* they can be closed still */
         if (graph->exec && alive) keep(&status, "cuGraphExecDestroy()", memra_cu.cuGraphExecDestroy(graph->exec));
         graph->exec = NULL;
@@ -199,10 +199,11 @@ int memra_device_close(memra_device *device) {
     int status = MEMRA_OK;
     const CUresult bound = before == device->context ? 0 : memra_cu.cuCtxSetCurrent(device->context);
     keep(&status, "cuCtxSetCurrent()", bound);
-    const bool alive = is_alive(device);
+    const bool alive = memra_device_is_alive(device);
     if (!bound && alive) MEMRA_TRY(check_no_capture(device));
     const CUcontext context = device->context;
     if (!take_out(device)) return memra_fail(MEMRA_ERR_STATE, "the device is closed");
+    if (!alive) memra_graph_drop(device);
     if (alive) keep(&status, "cuStreamSynchronize()", memra_cu.cuStreamSynchronize(device->stream));
     status = take_apart(device, status);
     if (before != context) (void)memra_cu.cuCtxSetCurrent(before);

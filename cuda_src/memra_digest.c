@@ -121,6 +121,7 @@ static int recurrent(sha256 *sha, const memra_cache *cache, int32_t il, void *ch
 
 int memra_digest(memra_cache *cache, char hex[65]) {
     sha256 sha;
+    if (hex == NULL) return memra_fail(MEMRA_ERR_ARRAY, "digest: hex is NULL");
     hex[0] = 0;
     MEMRA_TRY(memra_check_cache(cache, "digest"));
     MEMRA_TRY(memra_check_not_recording(cache, "digest"));

@@ -213,8 +213,10 @@ typedef struct memra_snapshot {
     uint32_t invalid;  /* enum memra_invalid */
     uint32_t stamps;   /* counts the times that it was brought up to now */
     struct memra_snapshot *next;  /* of the same cache */
+    uint32_t by_library;  /* 1: memra_snapshot_new made it, and memra_snapshot_free frees it */
+    uint32_t reserved;
 } memra_snapshot;
-MEMRA_SIZE(memra_snapshot, 80);
+MEMRA_SIZE(memra_snapshot, 88);
 MEMRA_FIELD(memra_snapshot, kv_len, 0);
 MEMRA_FIELD(memra_snapshot, conv, 8);
 MEMRA_FIELD(memra_snapshot, ssm, 16);
@@ -226,6 +228,8 @@ MEMRA_FIELD(memra_snapshot, generation, 56);
 MEMRA_FIELD(memra_snapshot, invalid, 64);
 MEMRA_FIELD(memra_snapshot, stamps, 68);
 MEMRA_FIELD(memra_snapshot, next, 72);
+MEMRA_FIELD(memra_snapshot, by_library, 80);
+MEMRA_FIELD(memra_snapshot, reserved, 84);
 
 /* A buffer that the library allocated for a cache on first use; release frees it and the node. */
 struct memra_owned;

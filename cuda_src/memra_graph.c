@@ -166,9 +166,20 @@ static int finish(struct memra_graph *graph) {
     return MEMRA_OK;
 }
 
+/* Ends what the stream still captures, and forgets it. */
+static void discard(const memra_device *device) {
+    CUgraph made = NULL;
+    if (memra_cu.cuStreamEndCapture(device->stream, &made) == 0 && made != NULL) memra_cu.cuGraphDestroy(made);
+}
+
 static int instantiate(struct memra_graph *graph) {
     CUgraph made = NULL;
-    MEMRA_TRY(MEMRA_CU(cuStreamEndCapture, (graph->device->stream, &made)));
+    const int ended = MEMRA_CU(cuStreamEndCapture, (graph->device->stream, &made));
+    if (ended != MEMRA_OK) {
+        int capturing = 0;
+        if (!memra_cu.cuStreamIsCapturing(graph->device->stream, &capturing) && capturing) discard(graph->device);
+        return ended;
+    }
     int status = MEMRA_CU(cuGraphInstantiateWithFlags, (&graph->exec, made, 0));
     const int destroyed = MEMRA_CU(cuGraphDestroy, (made));
     if (status == MEMRA_OK) status = destroyed;
@@ -176,6 +187,7 @@ static int instantiate(struct memra_graph *graph) {
 }
 
 int memra_capture_end(memra_device *device, memra_graph **graph) {
+    if (graph == NULL) return memra_fail(MEMRA_ERR_ARRAY, "capture: there is no place for the graph (NULL)");
     *graph = NULL;
     MEMRA_TRY(memra_device_enter(device));
     struct memra_graph *made = device->recording;
@@ -211,22 +223,26 @@ int memra_capture_abandon(memra_device *device) {
     MEMRA_TRY(memra_device_enter(device));
     struct memra_graph *graph = device->recording;
     if (graph == NULL) return MEMRA_OK;
-    if (!(graph->flags & MEMRA_CAPTURE_YOURS)) {
-        CUgraph made = NULL; /* where the capture was invalid it has ended with the error */
-        if (memra_cu.cuStreamEndCapture(device->stream, &made) == 0 && made != NULL) memra_cu.cuGraphDestroy(made);
-    }
+    if (!(graph->flags & MEMRA_CAPTURE_YOURS)) discard(device); /* an invalid one has ended with the error */
+    memra_graph_drop(device);
+    return MEMRA_OK;
+}
+
+void memra_graph_drop(memra_device *device) {
+    struct memra_graph *graph = device->recording;
+    if (graph == NULL) return;
     device->recording = NULL;
     for (memra_move *move = graph->moves; move != NULL; move = move->next) put_back(move);
     free_graph(graph);
-    return MEMRA_OK;
 }
 
 int memra_graph_close(memra_graph *graph) {
     if (graph == NULL) return MEMRA_OK;
+    MEMRA_TRY(memra_check_fork());
     if (graph->is_recording) return memra_fail(MEMRA_ERR_STATE, "the capture is still open; end or abandon it");
     memra_device *device = memra_device_find(graph->handle);
     int status = MEMRA_OK;
-    if (graph->exec != NULL && device != NULL) {
+    if (graph->exec != NULL && device != NULL && memra_device_is_alive(device)) {
         MEMRA_TRY(memra_device_enter(device));
         status = MEMRA_CU(cuGraphExecDestroy, (graph->exec));
     }

@@ -142,6 +142,8 @@ struct memra_device {
 memra_device *memra_device_find(uint64_t handle);
 /* Binds the device's context to this thread; refused in a forked child and for a NULL device. */
 int memra_device_enter(memra_device *device);
+/* False where somebody destroyed its context: nothing of it can be freed, nor needs to be. */
+bool memra_device_is_alive(const memra_device *device);
 /* The three work on a device that was entered. */
 CUresult memra_device_free(const memra_device *device, uint64_t ptr);  /* without memory pools: waits for nothing */
 int memra_device_table(memra_device *device, int32_t n);  /* room for a copy table of n entries */
@@ -304,6 +306,7 @@ struct memra_graph {
     struct memra_graph *next;  /* of the same device */
 };
 
+void memra_graph_drop(memra_device *device);  /* the capture that is open on it went with its context */
 void memra_graphs_forget(const memra_cache *cache);  /* it is closed: graphs that move it can not be launched again */
 
 int memra_graph_touch(struct memra_graph *graph, memra_cache *cache);

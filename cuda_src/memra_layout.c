@@ -27,6 +27,7 @@ static const memra_layout_row rows[] = {
     S(memra_snapshot), F(memra_snapshot, kv_len), F(memra_snapshot, conv), F(memra_snapshot, ssm),
     F(memra_snapshot, pos), F(memra_snapshot, n_layer), F(memra_snapshot, given_up), F(memra_snapshot, cache_id),
     F(memra_snapshot, generation), F(memra_snapshot, invalid), F(memra_snapshot, stamps), F(memra_snapshot, next),
+    F(memra_snapshot, by_library), F(memra_snapshot, reserved),
     S(memra_owned), F(memra_owned, next), F(memra_owned, release), F(memra_owned, slice),
     S(memra_cache), F(memra_cache, struct_size), F(memra_cache, abi_version), F(memra_cache, kv), F(memra_cache, recur),
     F(memra_cache, pos), F(memra_cache, max_ctx), F(memra_cache, last_logits_dev), F(memra_cache, dflash_taps),

@@ -43,7 +43,7 @@ int memra_check_state(const memra_cache *cache, const char *what, uint32_t allow
         case MEMRA_PENDING_REPLAY:
             return memra_fail(
                 MEMRA_ERR_STATE, "%s: pending replay of %" PRId64 " tokens; run them first", what,
-                cache->replay_to - cache->pos);
+                (int64_t)((uint64_t)cache->replay_to - (uint64_t)cache->pos));
         default: return memra_fail(MEMRA_ERR_STATE, "%s: the cache is ready", what);
     }
 }
@@ -126,7 +126,7 @@ int memra_check_readable(memra_cache *cache, const char *what) {
 }
 
 int memra_check_replay(const memra_cache *cache, const char *what, int64_t rows) {
-    const int64_t left = cache->replay_to - cache->pos;
+    const int64_t left = (int64_t)((uint64_t)cache->replay_to - (uint64_t)cache->pos); /* pos may have been assigned */
     if (cache->state != MEMRA_PENDING_REPLAY || rows <= left) return MEMRA_OK;
     return memra_fail(
         MEMRA_ERR_STATE, "%s of %" PRId64 " rows: pending replay of %" PRId64 " tokens; a step may take at most those",

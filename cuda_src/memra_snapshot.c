@@ -16,7 +16,7 @@ static void free_own(own *made) {
     if (made == NULL) return;
     for (int32_t i = 0; i < made->n_allocations; i++) {
         memra_device *device = memra_device_find(made->handles[i]);
-        if (device != NULL) memra_free(device, made->allocations[i]); /* a closed device has freed all that it had */
+        if (device != NULL && memra_device_is_alive(device)) memra_free(device, made->allocations[i]);
     }
     free(made->snapshot.kv_len);
     free(made->snapshot.conv);
@@ -34,7 +34,7 @@ static own *new_own(memra_cache *cache) {
     made->snapshot = (memra_snapshot){
         .kv_len = calloc(n, sizeof(int64_t)), .conv = calloc(n, sizeof(memra_slice)),
         .ssm = calloc(n, sizeof(memra_slice)), .n_layer = cache->n_layer, .cache_id = cache->id,
-        .generation = cache->generation};
+        .generation = cache->generation, .by_library = 1};
     made->allocations = calloc(2 * n + (size_t)cache->n_devices, sizeof(uint64_t));
     made->handles = calloc(2 * n + (size_t)cache->n_devices, sizeof(uint64_t));
     if (made->snapshot.kv_len && made->snapshot.conv && made->snapshot.ssm && made->allocations && made->handles)
@@ -107,6 +107,7 @@ static void stamp(memra_cache *cache, memra_snapshot *snap) {
 
 int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot) {
     bool done = false;
+    if (snapshot == NULL) return memra_fail(MEMRA_ERR_ARRAY, "snapshot: there is no place for it (NULL)");
     *snapshot = NULL;
     MEMRA_TRY(memra_check_cache(cache, "snapshot"));
     MEMRA_TRY(memra_check_settled(cache, "snapshot"));
@@ -128,9 +129,12 @@ int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot) {
 int memra_snapshot_free(memra_snapshot *snapshot) {
     own *made = (own *)snapshot;
     if (made == NULL) return MEMRA_OK;
+    MEMRA_TRY(memra_check_fork());
+    if (!snapshot->by_library)
+        return memra_fail(MEMRA_ERR_SNAPSHOT, "memra_snapshot_free: this snapshot is Python's; its close frees it");
     for (int32_t i = 0; i < made->n_allocations; i++) {
         memra_device *device = memra_device_find(made->handles[i]);
-        if (device == NULL) continue;
+        if (device == NULL || !memra_device_is_alive(device)) continue;
         MEMRA_TRY(memra_device_enter(device));
         if (device->recording != NULL)
             return memra_fail(MEMRA_ERR_STATE, "snapshot: a capture is open, and nothing is freed in one");

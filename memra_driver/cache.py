@@ -163,7 +163,11 @@ class Cache(CacheClock):
         return cls(CachePlan(cfg, max_ctx, policy, options, fence, placement=placement), unique)
 
     def close(self) -> None:
-        """Frees every buffer; may be called twice. Snapshots keep their own memory but fit nothing any more."""
+        """Frees every buffer; may be called twice. Snapshots keep their own memory but fit nothing any more.
+
+        Refused while the C library records it.
+        """
+        self._check_recorder("close")
         self._c.state = CacheState.CLOSED
         if self.open_round is not None:
             self.open_round.over()

@@ -163,6 +163,8 @@ SnapshotC._fields_ = (
     ("invalid", c_uint32),
     ("stamps", c_uint32),
     ("next", POINTER(SnapshotC)),
+    ("by_library", c_uint32),
+    ("reserved", c_uint32),
 )
 
 

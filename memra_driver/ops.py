@@ -197,8 +197,8 @@ def attend(
     q [T, n_head, head_dim_k], out [T, n_head, head_dim_v]; query head h reads K/V head h // gqa. Row r sees keys
     0 .. pos + r, of those the last `window` (None: the layer's own; 0: all). A layer without own K/V reads
     that of `cache.kv_layer_for(il)`. out = softmax(scale q K^T) V, within 2e-3 of its largest magnitude of the
-    float64 value over the dequantised rows; values of V beyond 65504 become infinite. May be called again in a step; refused where rows below pos + T are
-    missing, and beyond CacheOptions.max_rows.
+    float64 value over the dequantised rows; values of V beyond 65504 become infinite. May be called again in a step;
+    refused where rows below pos + T are missing, and beyond CacheOptions.max_rows.
     """
     _check_kernels(e)
     source = cache.cfg.kv_source(il)

@@ -103,8 +103,9 @@ def clear_health(cache: Any) -> None:
 class LibrarySnapshot(Closing):
     """A snapshot that the library made and frees."""
 
-    def __init__(self, library: Library, address: int) -> None:
+    def __init__(self, library: Library, address: int, cache: Any) -> None:
         self._library, self._address = library, address
+        self._cache = cache  # whose list it stands in
 
     def as_c(self) -> Any:
         """Pointer to the memra_snapshot struct."""
@@ -121,7 +122,7 @@ def snapshot(cache: Any) -> LibrarySnapshot:
     made = ctypes.c_void_p()
     library = _call(cache, "memra_snapshot_new", ctypes.byref(made))
     assert made.value is not None  # what a status of 0 says
-    return LibrarySnapshot(library, made.value)
+    return LibrarySnapshot(library, made.value, cache)
 
 
 def snapshot_into(cache: Any, snap: Any) -> None:
@@ -167,6 +168,7 @@ class LibraryGraph(Closing):
     def __init__(self, device: LibraryDevice) -> None:
         self._device = device
         self.address: int | None = None  # from the end of the capture on
+        self.kept: list[Any] = []  # the caches that it moves
 
     def launch(self) -> None:
         """As Graph.launch."""
@@ -188,6 +190,7 @@ def capture(e: Any, *, yours: bool = False) -> Iterator[LibraryGraph]:
     graph = LibraryGraph(device)
     with e.stream.frees_wait():
         device.call("memra_capture_begin", CAPTURE_YOURS if yours else 0)
+        device.open_graph = graph
         try:
             yield graph
             made = ctypes.c_void_p()
@@ -195,6 +198,8 @@ def capture(e: Any, *, yours: bool = False) -> Iterator[LibraryGraph]:
         except BaseException:
             device.call("memra_capture_abandon")
             raise
+        finally:
+            device.open_graph = None
     graph.address = made.value
 
 

@@ -46,6 +46,7 @@ class LibraryDevice(Closing):
         self.stream: int = library.ask("memra_device_stream", opened)
         self.arch = f"sm_{library.ask('memra_device_arch', opened)}"
         self._sources: set[str] = set()
+        self.open_graph: Any = None  # calls.LibraryGraph, while it is recorded
 
     @property
     def address(self) -> int:
@@ -273,4 +274,7 @@ def bind(cache: Any) -> Library:
     if any(struct.contents.devices[d].handle != each.handle for d, each in enumerate(devices)):
         addresses = (ctypes.c_void_p * len(devices))(*(each.address for each in devices))
         devices[0].library.call("memra_cache_bind", struct, addresses, len(devices))
+    for each in devices:
+        if each.open_graph is not None and cache not in each.open_graph.kept:
+            each.open_graph.kept.append(cache)  # the graph has the address of its struct
     return devices[0].library
