@@ -75,6 +75,17 @@ def test_attention_stays_close_for_inputs_made_to_break_it(
     assert_close(attend(dev, args).out, args)
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-30, 1e-20, 1e20, 1e30, 1e37])
+@pytest.mark.parametrize("formats", PAIRS[:2])
+def test_queries_of_any_size_that_the_scale_undoes_give_the_same_scores(
+    dev: Any, rng: np.random.Generator, size: float, formats: Pair
+) -> None:
+    args = attend_args(rng, 2, 70, heads=(2, 1), formats=formats)
+    args["q"] *= np.float32(size)
+    args["scale"] = 0.125 / size
+    assert_close(attend(dev, args).out, args)
+
+
 @pytest.mark.parametrize("pos", [GROUP_ROUND - 2, GROUP_ROUND - 1, GROUP_ROUND, GROUP_ROUND + 64, 2 * GROUP_ROUND])
 @pytest.mark.parametrize(("tamper", "window"), [(growing, 0), (climbing, 0), (growing, 8300)])
 def test_attention_holds_where_groups_take_another_tile(

@@ -97,6 +97,16 @@ def test_rows_stand_alone_where_groups_take_another_tile(
     assert_rows_stand_alone(dev, args, rows=(0, 2))
 
 
+@pytest.mark.parametrize("more", [0, pytest.param(1, marks=pytest.mark.gpu), pytest.param(5, marks=pytest.mark.gpu)])
+def test_a_row_that_sees_only_a_groups_second_tile_stands_alone(dev: Any, rng: np.random.Generator, more: int) -> None:
+    """The window of the first row still holds one key of the group's first tile, those of the others do not."""
+    pos = GROUP_ROUND + more * ATTEND_TILE
+    window = pos - ATTEND_TILE + 2  # the first row sees keys from ATTEND_TILE - 1 on
+    args = attend_args(rng, 3, pos, heads=(1, 1), window=window, tamper=growing)
+    assert np.isfinite(attend(dev, args).out).all()
+    assert_rows_stand_alone(dev, args)
+
+
 # Tiles that begin a group, a fold of groups, or a round of all groups, and those beside them.
 TILES = sorted({at + by for at in (1, 2, FOLD, 2 * FOLD, GROUPS - FOLD, GROUPS, 2 * GROUPS) for by in (-1, 0, 1)} - {0})
 

@@ -10,7 +10,7 @@ from caches import POLICY, attention_only
 
 from memra_driver import CacheOptions, CachePlan, Gemma4Config, ModelConfig, ops
 from memra_driver.cache import Cache
-from memra_driver.errors import CapacityError, ConfigError, MemraError, StateError, UnsupportedError
+from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, MemraError, StateError, UnsupportedError
 
 ROWS = 9
 # Layers windowed, windowed, global, windowed; then a windowed one that reads layer 3, and a global one that reads 2.
@@ -94,6 +94,20 @@ def test_a_geometry_without_a_kernel_is_refused_by_the_plan_and_the_operation(
         q, out = dev.zeros(cfg.heads(0) * cfg.head_dims(0)[0]), dev.zeros(cfg.heads(0) * cfg.head_dims(0)[1])
         with pytest.raises(UnsupportedError, match=says):
             ops.attend(dev, cache, 0, q, out, scale=1.0)
+
+
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+def test_k_and_v_of_a_layer_on_another_device_are_not_borrowed(make_dev: Any, kind: str) -> None:
+    """Neither on the device of the K/V nor on that of the layer."""
+    devices = [make_dev(kind), make_dev(kind)]
+    with Cache.new_pp2(*devices, 4, BORROWING, 16, policy=POLICY) as cache:
+        for il, source in ((4, 3), (5, 2)):
+            text = f"layer {il} reads the K/V of layer {source}, which lives on another device"
+            for e, error, says in (
+                (devices[0], UnsupportedError, text), (devices[1], DeviceMismatch, f"layer {source}"),
+            ):  # fmt: skip
+                with pytest.raises(error, match=says):
+                    ops.attend(e, cache, il, e.zeros(4 * 128), e.zeros(4 * 128), scale=1.0)
 
 
 def test_what_attend_refuses_it_leaves_as_it_is(dev: Any, rng: np.random.Generator) -> None:

@@ -13,7 +13,7 @@ from decoding import MADE, MAX_CTX, OPTIONS, TRUE, WRONG, Lane, Oracle, Player, 
 from standin import StandIn
 
 from memra_driver import ops
-from memra_driver.batch import CacheBatch
+from memra_driver.batch import FIELDS, CacheBatch
 from memra_driver.cache import Cache
 from memra_driver.errors import ArrayError, CapacityError, ConfigError, DeviceMismatch, DriverError, StateError
 from memra_driver.formats import FormatPolicy
@@ -103,6 +103,26 @@ def test_256_sequences_step_together(dev: Any) -> None:
             step(batch, lane, players)
         for each in players[::17]:
             each.check()
+        lane.close()
+    for each in players:
+        each.close()
+
+
+@pytest.mark.parametrize("capacities", [(8, 40), (40, 8)])
+def test_every_sequence_has_the_room_of_its_own_capacity(dev: Any, capacities: tuple[int, int]) -> None:
+    """The longer one is stepped beyond the capacity of the other; nothing of it is reported or left out."""
+    oracle = Oracle(dev)
+    players = [Player(Cache.new(dev, hybrid(), n, policy=POLICY), oracle) for n in capacities]
+    players[capacities.index(40)].step(*[TRUE] * 12)
+    with CacheBatch([each.cache for each in players]) as batch:
+        lane = Lane(batch, 2)
+        for _ in range(4):
+            step(batch, lane, players)
+        for each in players:
+            each.check()
+            assert not each.cache.health()
+        rows = batch.seqs(1).to_numpy().reshape(2, -1)
+        assert tuple(rows[:, FIELDS.index("max_ctx")]) == capacities
         lane.close()
     for each in players:
         each.close()
@@ -325,6 +345,29 @@ def test_a_member_that_cannot_keeps_all_from_every_operation(dev: Any, state: st
             assert now == before, name
         snap.close()
         batch.close()
+        lane.close()
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_one_sequence_without_the_rows_keeps_all_from_attending(dev: Any, short: int) -> None:
+    with sequences(dev, (2, 3, 5)) as players, CacheBatch([each.cache for each in players]) as batch:
+        lane = Lane(batch, 1)
+        fill(lane, players)
+        lane.run(batch, [0, 1])
+        layer, pos = players[short].cache.kv[1], players[short].cache.pos
+        assert layer is not None
+        layer.len = pos
+        text = f"only {pos} rows stand"
+        refused(batch, [(
+            StateError, text,
+            lambda: ops.attend(dev, batch, 1, lane.at[1, "query"], lane.at[1, "attended"], scale=0.125),
+        )])  # fmt: skip
+        layer.len = pos + 1
+        lane.run(batch, [2, 3])
+        batch.advance(dev, 1)
+        for b, each in enumerate(players):
+            each.tokens.append(token(b))
+            each.check()
         lane.close()
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import vectors_data
 
 from memra_driver import check, cli, driver, formats, kvdev, nvrtc, reference, reference_attend, reference_common
 from memra_driver.check_case import Case
+from memra_driver.check_vectors import vector_cases
 from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
 from memra_driver.kvdev import HostDev
 
@@ -153,6 +155,31 @@ def test_the_packaged_vectors_are_those_of_the_tests() -> None:
         assert entry.get("except_block", {}).items() <= whole.get("except_block", {}).items()
     assert {each["op"] for each in packaged} == {each["op"] for each in originals.values()}
     assert sum(path.stat().st_size for path in folder.iterdir()) < 1.5e6
+
+
+VECTOR_WANTS = {
+    "append_kv": ({"k", "v"},), "conv_update": ({"out", "conv_state"},),
+    "gdn_prep": ({"q", "k", "v", "g_log", "beta"},), "gdn_scan": ({"state_out"}, {"state_out", "out"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", VECTOR_WANTS)
+def test_what_a_packaged_vector_holds_is_what_check_asks_for(kernel: str, tmp_path: Path) -> None:
+    """A kernel that is right is red as soon as one element of a vector says something else."""
+    e, path = HostDev(), tmp_path / "red.npz"
+    found = [case for case in vector_cases(np.random.default_rng(0), True) if case.kernel == kernel]
+    assert found
+    assert {frozenset(case.want) for case in found} == {frozenset(names) for names in VECTOR_WANTS[kernel]}
+    for case in found:
+        for name, array in case.want.items():
+            other = array.copy()
+            at = int(np.abs(array.astype(np.float64)).argmax())
+            other[at] = other[at] ^ 1 if other.dtype == np.uint8 else other[at] * np.float32(1.01)
+            (red,) = check.run(e, [replace(case, want=case.want | {name: other})], path)
+            assert red.where == f"{name}[{at}]", red.fault or "check stayed green"
+            assert red.fault
+        (green,) = check.run(e, [case], path)
+        assert not green.fault
 
 
 def test_check_is_green_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:

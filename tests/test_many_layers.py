@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memra_driver import Cache, CachePlan, ModelConfig, ops
+from memra_driver import Cache, CacheOptions, CachePlan, ModelConfig, ops
 from memra_driver.errors import SnapshotError
+from memra_driver.round import Round
 
 
 def attention(n_layer: int, **fields: Any) -> ModelConfig:
@@ -37,6 +38,34 @@ def test_every_counter_of_a_deep_cache_is_stamped(dev: Any, n_layer: int) -> Non
         assert counters(cache) == ([min(length, 3) for length in expected], 3)
         cache.reset(dev)
         assert counters(cache) == ([0] * n_layer, 0)
+
+
+@pytest.mark.parametrize("n_layer", [128, 129, 130, 200, 260])
+def test_every_counter_of_a_deep_cache_follows_a_round(dev: Any, n_layer: int) -> None:
+    """By counts of the device and, on its clock, of the host; a layer that takes no part stays."""
+    held = dev.uninit(4 * 32)
+    held.copy_from(np.ones(held.len, np.float32))
+    cfg, options = attention(n_layer), CacheOptions(round_width=4)
+
+    def rows(n: int, layers: range) -> None:
+        for il in layers:
+            ops.append_kv(dev, cache, il, held.view(0, n * 32), held.view(0, n * 32))
+
+    whole, all_but_one = range(n_layer), range(n_layer - 1)
+    with Cache.new(dev, cfg, 16, options=options) as cache:
+        rows(2, whole)
+        cache.advance(dev, 2)
+        for n, accept, layers, by in ((4, 3, whole, "device"), (3, 1, whole, "host"), (3, 2, all_but_one, "device")):
+            with Round(cache, dev, width=4) as r:
+                rows(n, layers)
+                if by == "device":
+                    r.commit_from_device(dev.htod_i32([accept]))
+                else:
+                    r.commit(accept)  # on the device's clock still
+        assert counters(cache) == ([8] * (n_layer - 1) + [6], 8)
+        cache.settle(dev)
+        assert ([layer.len for layer in cache.kv if layer is not None], cache.pos) == counters(cache)
+    held.close()
 
 
 def test_a_snapshot_beyond_a_truncation_is_not_restored(dev: Any) -> None:

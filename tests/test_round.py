@@ -186,16 +186,18 @@ def test_layers_that_took_no_part_stay_where_they_were(player: Player, by: str, 
     np.testing.assert_array_equal(cache.recur[0].ssm_state.to_numpy(), there[0, "ssm"])
 
 
-def test_a_convolution_alone_is_undone_and_committed_alone(player: Player) -> None:
+@pytest.mark.parametrize("accept", [2, 3])
+def test_a_convolution_alone_is_undone_and_committed_alone(player: Player, accept: int) -> None:
     begin(player, 1)
     cache, e = player.cache, player.e
-    lane = player.lane(3).fill((3, draft(3, 2)))
+    lane = player.lane(3).fill((3, draft(3, accept)))
     at = {name: lane.at[0, name] for name in ("x", "w", "convolved")}
     with Round(cache, e, width=WIDTH):
         ops.conv_update(e, cache, 0, at["x"], at["w"], at["convolved"])
     player.check()
     with Round(cache, e, width=WIDTH) as r:
         ops.conv_update(e, cache, 0, at["x"], at["w"], at["convolved"])
-        r.commit(2)
-    np.testing.assert_array_equal(cache.recur[0].conv_state.to_numpy(), player.oracle.at([TRUE] * 5).planes[0, "conv"])
+        r.commit(accept)
+    ring = player.oracle.at([TRUE] * (3 + accept)).planes[0, "conv"]
+    np.testing.assert_array_equal(cache.recur[0].conv_state.to_numpy(), ring)
     np.testing.assert_array_equal(cache.recur[0].ssm_state.to_numpy(), player.oracle.at([TRUE] * 3).planes[0, "ssm"])

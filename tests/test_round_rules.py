@@ -163,6 +163,21 @@ def test_a_layer_whose_rows_stand_above_pos_takes_no_part_in_a_round(player: Pla
     cache.sync_d(e)
 
 
+@pytest.mark.parametrize("length", [-1, MAX_CTX + 1])
+def test_a_length_outside_the_cache_lets_no_round_begin(player: Player, length: int) -> None:
+    cache, e = player.cache, player.e
+    player.step(TRUE, TRUE)
+    layer = cache.kv[3]
+    assert layer is not None
+    layer.len = length
+    refused(cache, [(StateError, f"len is {length}", lambda: enter(cache, e, WIDTH))])
+    layer.len, cache.pos = 2, length
+    refused(cache, [(StateError, f"pos is {length}", lambda: enter(cache, e, WIDTH))])
+    cache.pos = 2
+    play(player, WIDTH, 2)
+    player.check()
+
+
 # Rollback, reset and close inside
 
 

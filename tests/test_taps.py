@@ -199,6 +199,19 @@ def test_assigned_logits_are_those_that_are_taken_and_stand_for_the_position(dev
     assert cache.last_logits_dev.ptr != mine.ptr
 
 
+def test_logits_assigned_in_an_open_step_belong_to_its_end(dev: Any, player: Player) -> None:
+    cache, mine = player.cache, dev.zeros(16)
+    player.step(TRUE, TRUE)
+    with cache.snapshot(dev) as snap:
+        player.run([TRUE, TRUE])
+        cache.last_logits_dev = mine
+        assert cache.logits_at == 4
+        cache.advance(dev, 2)
+        cache.rollback(dev, snap, 1)  # of the two rows one stands
+        assert cache.take_logits(dev) is None
+    mine.close()
+
+
 def test_a_launch_that_parks_brings_back_the_buffer_that_it_recorded(dev: Any, player: Player) -> None:
     cache, mine, row = player.cache, dev.zeros(16), put(dev, np.full(16, 4, np.float32))
     player.step(TRUE)
