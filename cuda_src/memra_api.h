@@ -1,4 +1,4 @@
-/* memra_api.h: the functions of libmemra_driver.so. Include memra_driver.h, which includes this.
+/* memra_api.h: the functions of libmemra_driver.so. memra_driver.h includes it.
  *
  * Status. Every function that can fail returns enum memra_status and leaves a sentence for memra_last_error(). What is
  * refused (all but MEMRA_ERR_DRIVER and MEMRA_ERR_OUT_OF_MEMORY) was refused before anything was changed.
@@ -17,6 +17,8 @@
  */
 #ifndef MEMRA_API_H
 #define MEMRA_API_H
+
+#include "memra_driver.h" /* which includes this: either may come first */
 
 #if defined(MEMRA_BUILD)
 #define MEMRA_API __attribute__((visibility("default")))
@@ -51,6 +53,11 @@ typedef struct memra_layout_row {
     uint64_t offset;
     uint64_t size;
 } memra_layout_row;
+MEMRA_SIZE(memra_layout_row, 32);
+MEMRA_FIELD(memra_layout_row, type, 0);
+MEMRA_FIELD(memra_layout_row, field, 8);
+MEMRA_FIELD(memra_layout_row, offset, 16);
+MEMRA_FIELD(memra_layout_row, size, 24);
 
 MEMRA_API int32_t memra_abi_version(void);
 MEMRA_API const memra_layout_row *memra_layout_table(int32_t *n_rows);
@@ -72,6 +79,13 @@ typedef struct memra_device_options {
     uint32_t flags;    /* enum memra_device_flags */
     uint32_t reserved;
 } memra_device_options;
+MEMRA_SIZE(memra_device_options, 32);
+MEMRA_FIELD(memra_device_options, struct_size, 0);
+MEMRA_FIELD(memra_device_options, ordinal, 4);
+MEMRA_FIELD(memra_device_options, stream, 8);
+MEMRA_FIELD(memra_device_options, context, 16);
+MEMRA_FIELD(memra_device_options, flags, 24);
+MEMRA_FIELD(memra_device_options, reserved, 28);
 
 /* Opens a device. Kernels are loaded by one of the next three, cubins of the device's architecture. */
 MEMRA_API int memra_device_open(const memra_device_options *options, memra_device **device);
@@ -82,7 +96,8 @@ MEMRA_API int memra_device_synchronize(memra_device *device);
 MEMRA_API uint64_t memra_device_handle(const memra_device *device);  /* what memra_cache_device.handle says */
 MEMRA_API uint64_t memra_device_stream(const memra_device *device);
 MEMRA_API int32_t memra_device_arch(const memra_device *device);  /* 90 for sm_90: whose cubins it takes */
-/* Waits, frees what is the device's own. Close its caches, snapshots and graphs first. NULL does nothing. */
+/* Waits, frees what is the device's own. Close its caches, snapshots and graphs first: what they hold on a context that
+ * lives on stays allocated otherwise. NULL does nothing. */
 MEMRA_API int memra_device_close(memra_device *device);
 
 /* Memory of a device, in stream order. Zero bytes are address 0 and never reach the driver. */
@@ -131,6 +146,37 @@ typedef struct memra_config {
     uint32_t step35_n_swa_pattern;
     uint32_t step35_sliding_window;
 } memra_config;
+MEMRA_SIZE(memra_config, 136);
+MEMRA_FIELD(memra_config, struct_size, 0);
+MEMRA_FIELD(memra_config, n_layer, 4);
+MEMRA_FIELD(memra_config, n_head, 8);
+MEMRA_FIELD(memra_config, n_head_kv, 12);
+MEMRA_FIELD(memra_config, head_dim_k, 16);
+MEMRA_FIELD(memra_config, head_dim_v, 20);
+MEMRA_FIELD(memra_config, n_embd, 24);
+MEMRA_FIELD(memra_config, n_vocab, 28);
+MEMRA_FIELD(memra_config, full_attention_interval, 32);
+MEMRA_FIELD(memra_config, nextn_predict_layers, 36);
+MEMRA_FIELD(memra_config, has_ssm, 40);
+MEMRA_FIELD(memra_config, ssm_conv_kernel, 44);
+MEMRA_FIELD(memra_config, ssm_state_size, 48);
+MEMRA_FIELD(memra_config, ssm_time_step_rank, 52);
+MEMRA_FIELD(memra_config, ssm_group_count, 56);
+MEMRA_FIELD(memra_config, has_gemma4, 60);
+MEMRA_FIELD(memra_config, gemma4_head_count_kv, 64);
+MEMRA_FIELD(memra_config, gemma4_swa_pattern, 72);
+MEMRA_FIELD(memra_config, gemma4_n_head_count_kv, 80);
+MEMRA_FIELD(memra_config, gemma4_n_swa_pattern, 84);
+MEMRA_FIELD(memra_config, gemma4_sliding_window, 88);
+MEMRA_FIELD(memra_config, gemma4_key_length_global, 92);
+MEMRA_FIELD(memra_config, gemma4_key_length_swa, 96);
+MEMRA_FIELD(memra_config, gemma4_shared_kv_layers, 100);
+MEMRA_FIELD(memra_config, has_step35, 104);
+MEMRA_FIELD(memra_config, step35_n_head_count, 108);
+MEMRA_FIELD(memra_config, step35_head_count, 112);
+MEMRA_FIELD(memra_config, step35_swa_pattern, 120);
+MEMRA_FIELD(memra_config, step35_n_swa_pattern, 128);
+MEMRA_FIELD(memra_config, step35_sliding_window, 132);
 
 /* Which formats the layers get: enum memra_format. gkv, wkv: e4m3 on Gemma's global, windowed layers. */
 typedef struct memra_policy {
@@ -141,6 +187,14 @@ typedef struct memra_policy {
     uint32_t wkv;
     uint32_t kv_fp8;  /* e4m3 on every layer of any other model */
 } memra_policy;
+MEMRA_SIZE(memra_policy, 24);
+MEMRA_FIELD(memra_policy, struct_size, 0);
+MEMRA_FIELD(memra_policy, k, 4);
+MEMRA_FIELD(memra_policy, v, 8);
+MEMRA_FIELD(memra_policy, gkv, 12);
+MEMRA_FIELD(memra_policy, wkv, 16);
+MEMRA_FIELD(memra_policy, kv_fp8, 20);
+MEMRA_API void memra_policy_default(memra_policy *policy);  /* q8_0, q5_1, and e4m3 on Gemma's layers */
 MEMRA_API int memra_policy_from_env(memra_policy *policy);  /* MEMRA_KV_K and its like, read now */
 
 typedef struct memra_options {
@@ -155,6 +209,17 @@ typedef struct memra_options {
     uint32_t strict;
     uint32_t reserved;
 } memra_options;
+MEMRA_SIZE(memra_options, 56);
+MEMRA_FIELD(memra_options, struct_size, 0);
+MEMRA_FIELD(memra_options, reserve_logits, 4);
+MEMRA_FIELD(memra_options, max_rows, 8);
+MEMRA_FIELD(memra_options, round_width, 16);
+MEMRA_FIELD(memra_options, tap_layers, 24);
+MEMRA_FIELD(memra_options, tap_rows, 32);
+MEMRA_FIELD(memra_options, n_tap_layers, 40);
+MEMRA_FIELD(memra_options, skip_mtp_state, 44);
+MEMRA_FIELD(memra_options, strict, 48);
+MEMRA_FIELD(memra_options, reserved, 52);
 MEMRA_API void memra_options_default(memra_options *options);
 
 /* A kind of buffer, in the order in which a plan walks them: the same table as PLANES of memra_driver/planes.py. */
@@ -167,6 +232,14 @@ typedef struct memra_plane {
     int32_t mtp_section;  /* the same in a trailing MTP layer */
     int32_t reserved;
 } memra_plane;
+MEMRA_SIZE(memra_plane, 40);
+MEMRA_FIELD(memra_plane, name, 0);
+MEMRA_FIELD(memra_plane, owner, 8);
+MEMRA_FIELD(memra_plane, group, 16);
+MEMRA_FIELD(memra_plane, dtype, 24);
+MEMRA_FIELD(memra_plane, section, 28);
+MEMRA_FIELD(memra_plane, mtp_section, 32);
+MEMRA_FIELD(memra_plane, reserved, 36);
 MEMRA_API const memra_plane *memra_plane_table(int32_t *n_planes);
 
 /* One buffer of a cache, in arena order; plane "pad" only fills the arena. */
@@ -180,6 +253,15 @@ typedef struct memra_plan_row {
     int64_t n_bytes;
     int64_t offset;  /* in its device's arena */
 } memra_plan_row;
+MEMRA_SIZE(memra_plan_row, 48);
+MEMRA_FIELD(memra_plan_row, plane, 0);
+MEMRA_FIELD(memra_plan_row, layer, 8);
+MEMRA_FIELD(memra_plan_row, device, 12);
+MEMRA_FIELD(memra_plan_row, dtype, 16);
+MEMRA_FIELD(memra_plan_row, reserved, 20);
+MEMRA_FIELD(memra_plan_row, len, 24);
+MEMRA_FIELD(memra_plan_row, n_bytes, 32);
+MEMRA_FIELD(memra_plan_row, offset, 40);
 
 typedef struct memra_plan {
     memra_plan_row *rows;
@@ -192,6 +274,16 @@ typedef struct memra_plan {
     int32_t n_devices;
     int32_t n_layer;
 } memra_plan;
+MEMRA_SIZE(memra_plan, 64);
+MEMRA_FIELD(memra_plan, rows, 0);
+MEMRA_FIELD(memra_plan, arena_bytes, 8);
+MEMRA_FIELD(memra_plan, plane_bytes, 16);
+MEMRA_FIELD(memra_plan, states_offset, 24);
+MEMRA_FIELD(memra_plan, states_bytes, 32);
+MEMRA_FIELD(memra_plan, device_of, 40);
+MEMRA_FIELD(memra_plan, n_rows, 48);
+MEMRA_FIELD(memra_plan, n_devices, 56);
+MEMRA_FIELD(memra_plan, n_layer, 60);
 
 /* What a cache would allocate. policy NULL: from the environment; options NULL: the defaults. fence: n_stages + 1 layer
  * numbers, stage s on device placement[s]; NULL: one stage on device 0, or stage s on device s. Nothing is allocated
@@ -213,7 +305,15 @@ MEMRA_API int memra_cache_free(memra_cache *cache);
  * the same GPU and stream. */
 MEMRA_API int memra_cache_bind(memra_cache *cache, memra_device *const *devices, int32_t n_devices);
 
-/* ---- The operations of a step: as ops.py says ---- */
+/* ---- The operations of a step ----
+ *
+ * T rows work on positions pos .. pos + T - 1. The first append, conv or scan opens a step; the others of the step have
+ * the same T, each runs once a layer, and memra_advance ends it. attend, dequant, prep and tap_write are free to repeat.
+ * Shapes: k_rows [T, kv_dim_k], v_rows [T, kv_dim_v]; q [T, n_head, head_dim_k] and its out [T, n_head, head_dim_v]; x and
+ * its out [T, conv_dim], w [conv_dim, d_conv] with column 0 for the oldest input; conv_out [T, conv_dim], alpha, beta_raw,
+ * g_log, beta [T, num_v], dt_bias, a [num_v]; the scan's q, k, v, out [T, num_v, state_size]; residual [T, hidden].
+ * memra_attend takes at most max_rows rows, and may allocate scratch, which it refuses inside a capture.
+ */
 
 MEMRA_API int memra_append_kv(memra_cache *cache, int32_t il, int64_t rows, uint64_t k_rows, uint64_t v_rows);
 /* Rows start .. stop-1 as f32, or as bf16 where out_bf16. */
@@ -241,15 +341,20 @@ MEMRA_API int memra_arm_taps(memra_cache *cache, const int32_t *layer_ids, int32
 MEMRA_API int memra_disarm_taps(memra_cache *cache);
 MEMRA_API int memra_health_read(memra_cache *cache, memra_health *health);  /* of all devices; waits */
 MEMRA_API int memra_clear_health(memra_cache *cache);
-MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);  /* SHA-256 as Cache.digest; waits */
+/* SHA-256 over formats, lengths, K/V below len, rings, states and pos: equal for equal sequences on one kind of device,
+ * and to Python's Cache.digest. Waits. */
+MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);
 
 /* ---- Back and forth ---- */
 
 MEMRA_API int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot);
 MEMRA_API int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot);
 MEMRA_API int memra_snapshot_free(memra_snapshot *snapshot);  /* what memra_snapshot_new made; NULL does nothing */
+/* Ring, state and pos return to the snapshot; the K/V rows of the first accept_len tokens behind it are kept. Where
+ * accept_len > 0 a replay is pending: steps over those rows again bring the state up to them, and until then only they,
+ * another rollback, reset and digest run. Also in the middle of a step or round; 0 is what a tainted cache takes. */
 MEMRA_API int memra_rollback(memra_cache *cache, memra_snapshot *snapshot, int64_t accept_len);
-MEMRA_API int memra_truncate(memra_cache *cache, int64_t new_len);
+MEMRA_API int memra_truncate(memra_cache *cache, int64_t new_len);  /* for caches without recurrent layers */
 MEMRA_API int memra_reset(memra_cache *cache);
 MEMRA_API int memra_sync(memra_cache *cache);    /* stamps every len_d and pos_d from the host values */
 MEMRA_API int memra_settle(memra_cache *cache);  /* reads the counters back after a device-side count; waits */
@@ -267,7 +372,9 @@ typedef struct memra_graph memra_graph;
 enum memra_capture_flags {
     MEMRA_CAPTURE_YOURS = 1  /* the caller begins and ends the stream capture, and launches the graph by itself */
 };
-/* What is enqueued between the two is recorded. memra_capture_abandon ends one that failed. */
+/* What is enqueued between the two is recorded. memra_capture_abandon ends one that failed. Of a capture of the caller's
+ * it does not matter which of the two begins, and which of the two ends, comes first; operations between them are
+ * refused unless the stream captures. A capture that ends with a step or round open is given up. */
 MEMRA_API int memra_capture_begin(memra_device *device, uint32_t flags);
 MEMRA_API int memra_capture_end(memra_device *device, memra_graph **graph);
 MEMRA_API int memra_capture_abandon(memra_device *device);

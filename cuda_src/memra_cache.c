@@ -24,7 +24,7 @@ static int release(memra_cache_own *own) {
     int status = MEMRA_OK;
     for (int64_t i = 0; i < own->n_allocations; i++) {
         memra_device *device = memra_device_at(&own->cache, own->allocated_on[i]);
-        if (!device || !memra_device_is_alive(device)) continue; /* closed or lost, and its memory with it */
+        if (!device || !memra_device_is_alive(device)) continue; /* closed or lost: nobody can free what it had */
         char before[1024];
         if (status != MEMRA_OK) snprintf(before, sizeof before, "%s", memra_last_error());
         const int freed = memra_free(device, own->allocations[i]);

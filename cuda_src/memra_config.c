@@ -204,6 +204,11 @@ int memra_policy_from_env(memra_policy *policy) {
     return MEMRA_OK;
 }
 
+void memra_policy_default(memra_policy *policy) {
+    if (policy)
+        *policy = (memra_policy){.struct_size = sizeof *policy, .k = MEMRA_Q8_0, .v = MEMRA_Q5_1, .gkv = 1, .wkv = 1};
+}
+
 void memra_options_default(memra_options *options) {
     if (options) *options = (memra_options){.struct_size = sizeof *options, .max_rows = 16};
 }

@@ -183,6 +183,17 @@ int memra_device_open(const memra_device_options *options, memra_device **device
     return MEMRA_OK;
 }
 
+int memra_check_no_capture(const memra_device *device, const char *what) {
+    int capturing = 0;
+    if (device->recording)
+        return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
+    MEMRA_TRY(MEMRA_CU(cuStreamIsCapturing, (device->stream, &capturing)));
+    if (!capturing) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_STATE,
+                      "%s: the stream is capturing; only steps and rounds can be recorded, behind memra_capture_begin"
+                      " with MEMRA_CAPTURE_YOURS", what);
+}
+
 /* A wait or a free would spoil a capture, whoever began it. */
 static int check_no_capture(const memra_device *device) {
     int capturing = 0;

@@ -142,6 +142,8 @@ struct memra_device {
 memra_device *memra_device_find(uint64_t handle);
 /* Binds the device's context to this thread; refused in a forked child and for a NULL device. */
 int memra_device_enter(memra_device *device);
+/* Refused while a capture is open on the device's stream, the library's or anybody's. */
+int memra_check_no_capture(const memra_device *device, const char *what);
 /* False where somebody destroyed its context: nothing of it can be freed, nor needs to be. */
 bool memra_device_is_alive(const memra_device *device);
 /* The three work on a device that was entered. */

@@ -9,11 +9,6 @@
 
 enum { RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7 }; /* CUmemPool_attribute */
 
-static int check_no_recording(const memra_device *device, const char *what) {
-    if (!device->recording) return MEMRA_OK;
-    return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
-}
-
 /* The status of a call whose one argument that matters is a size or an address. */
 static int status_of(const char *call, const char *format, uint64_t shown, CUresult code) {
     if (!code) return MEMRA_OK;
@@ -37,21 +32,21 @@ CUresult memra_device_free(const memra_device *device, uint64_t ptr) {
 
 int memra_device_synchronize(memra_device *device) {
     MEMRA_TRY(memra_device_enter(device));
-    MEMRA_TRY(check_no_recording(device, "synchronize"));
+    MEMRA_TRY(memra_check_no_capture(device, "synchronize"));
     return MEMRA_CU(cuStreamSynchronize, (device->stream));
 }
 
 int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr) {
     MEMRA_TRY(memra_device_enter(device));
     if (!ptr) return memra_fail(MEMRA_ERR_ARRAY, "memra_alloc: ptr is NULL");
-    MEMRA_TRY(check_no_recording(device, "alloc"));
+    MEMRA_TRY(memra_check_no_capture(device, "alloc"));
     return allocate(device, n_bytes, ptr);
 }
 
 int memra_free(memra_device *device, uint64_t ptr) {
     MEMRA_TRY(memra_device_enter(device));
     if (!ptr) return MEMRA_OK;
-    MEMRA_TRY(check_no_recording(device, "free"));
+    MEMRA_TRY(memra_check_no_capture(device, "free"));
     const char *const call = device->has_pools ? "cuMemFreeAsync" : "cuMemFree";
     if (!device->has_pools) MEMRA_TRY(MEMRA_CU(cuStreamSynchronize, (device->stream))); /* cuMemFree knows no order */
     return status_of(call, "0x%llx", ptr, memra_device_free(device, ptr));
@@ -83,7 +78,7 @@ int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_ends("memra_upload", n_bytes, dst != 0, src != NULL));
     if (!n_bytes) return MEMRA_OK;
-    MEMRA_TRY(check_no_recording(device, "upload"));
+    MEMRA_TRY(memra_check_no_capture(device, "upload"));
     return status_of("cuMemcpyHtoDAsync", "%llu", n_bytes,
                      memra_cu.cuMemcpyHtoDAsync(dst, src, n_bytes, device->stream));
 }
@@ -91,7 +86,7 @@ int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n
 int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_bytes) {
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(check_ends("memra_download", n_bytes, dst != NULL, src != 0));
-    MEMRA_TRY(check_no_recording(device, "download"));
+    MEMRA_TRY(memra_check_no_capture(device, "download"));
     if (n_bytes)
         MEMRA_TRY(status_of("cuMemcpyDtoHAsync", "%llu", n_bytes,
                             memra_cu.cuMemcpyDtoHAsync(dst, src, n_bytes, device->stream)));

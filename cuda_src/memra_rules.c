@@ -73,8 +73,13 @@ static int check_recorder(const memra_cache *cache, const char *what) {
 
 int memra_check_not_recording(const memra_cache *cache, const char *what) {
     MEMRA_TRY(check_recorder(cache, what));
-    if (memra_recording(cache) == NULL) return MEMRA_OK;
-    return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
+    if (memra_recording(cache) != NULL)
+        return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
+    for (int32_t d = 0; d < cache->n_devices; d++) {
+        const memra_device *device = memra_device_at(cache, d);
+        if (device != NULL && memra_device_is_alive(device)) MEMRA_TRY(memra_check_no_capture(device, what));
+    }
+    return MEMRA_OK;
 }
 
 int memra_check_recording(memra_cache *cache, const char *what) {
@@ -86,14 +91,14 @@ int memra_check_recording(memra_cache *cache, const char *what) {
             return memra_fail(
                 MEMRA_ERR_STATE, "%s: a capture belongs to one device; this cache spans %" PRId32, what,
                 cache->n_devices);
-        int capturing = 0;
-        if (graph == NULL && device->stream != NULL) {
+        if (graph == NULL) MEMRA_TRY(memra_check_no_capture(device, what));
+        int capturing = 1;
+        if (graph != NULL && graph->flags & MEMRA_CAPTURE_YOURS)
             MEMRA_TRY(MEMRA_CU(cuStreamIsCapturing, (device->stream, &capturing)));
-            if (capturing)
-                return memra_fail(
-                    MEMRA_ERR_STATE,
-                    "%s: the stream is capturing; call memra_capture_begin with MEMRA_CAPTURE_YOURS first", what);
-        }
+        if (!capturing)
+            return memra_fail(
+                MEMRA_ERR_STATE,
+                "%s: a capture of the caller's was announced, and the stream is not capturing; begin it first", what);
     }
     if (graph == NULL && memra_graph_of_thread() != NULL)
         return memra_fail(

@@ -72,10 +72,16 @@ def run(e: Any, cases: Iterable[Case], save: Path) -> Iterator[Result]:
     for case in cases:
         want = expectation(e, case)
         result, fatal = _judge(e, case, want)
-        yield result
+        unsaved = None
         if result.fault and not saved:
-            write(save, case, want)
             saved = True
+            try:
+                write(save, case, want)
+            except ConfigError as error:
+                unsaved = error  # what failed is the news
+        yield result
+        if unsaved is not None:
+            raise unsaved
         if fatal:
             return
 

@@ -199,6 +199,8 @@ class CacheRules:
             raise StateError(f"{name} is {value}; it must lie in 0 .. {self.max_ctx}")
 
     def check_owner(self, snap: CacheSnapshot) -> None:
+        if not isinstance(snap, CacheSnapshot):
+            raise SnapshotError(f"a {type(snap).__name__} is no CacheSnapshot; capi.calls takes those of the C library")
         if snap.cache_id != self.id:
             raise SnapshotError(f"snapshot of cache {snap.cache_id}; this is cache {self.id}")
         if snap.is_closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import re
 import shutil
@@ -126,7 +127,8 @@ def test_an_engine_says_what_it_lacks(
         assert done.returncode == 1
         return done.stderr
 
-    assert "libcuda.so.1" in said(cubins_for(cubins, "sm_90"), LD_LIBRARY_PATH="")
+    if ctypes.util.find_library("cuda") is None:  # else the machine's own driver is found
+        assert "libcuda.so.1" in said(cubins_for(cubins, "sm_90"), LD_LIBRARY_PATH="")
     assert str(tmp_path / "absent") in said(tmp_path / "absent")
     (tmp_path / "bad.cubin").write_bytes(b"no ELF at all")
     assert "no cubin" in said(tmp_path)

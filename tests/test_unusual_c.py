@@ -7,13 +7,14 @@ import gc
 from typing import Any
 
 import pytest
-from decoding import TRUE, Player, begin, player_on
+from caches import scalars
+from decoding import MAX_CTX, TRUE, Player, begin, player_on
 from standin import StandIn
 
-from memra_driver import capi
+from memra_driver import capi, driver
 from memra_driver.cache import CacheState
 from memra_driver.capi.device import LibraryDevice
-from memra_driver.errors import ArrayError, DriverError, SnapshotError, StateError
+from memra_driver.errors import ArrayError, CapacityError, DriverError, SnapshotError, StateError
 
 
 @pytest.fixture
@@ -130,6 +131,99 @@ def test_a_wild_position_is_refused(player: Player, pos: int) -> None:
         with pytest.raises(StateError, match="pos is"):
             call()
     cache.pos = 0
+
+
+@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.parametrize("ours_first", [False, True])
+@pytest.mark.parametrize("parity", [0, 1])
+def test_a_capture_of_the_callers_own_is_launched_by_the_caller(
+    player: Player, parity: int, ours_first: bool, parks: bool
+) -> None:
+    cache, e, lane = player.cache, player.e, player.lane(1)
+    stream, row = e.stream.handle, e.zeros(16)
+    begin(player, parity)
+    capi.calls.park_logits(cache, row)
+    if not ours_first:
+        driver.stream_begin_capture(stream)
+    with capi.calls.capture(e, yours=True) as graph:
+        if ours_first:
+            driver.stream_begin_capture(stream)
+        lane.run(cache, calls=capi.ops)
+        if parks:
+            capi.calls.park_logits(cache, row)
+        capi.calls.advance(cache, 1)
+        if ours_first:
+            made = driver.stream_end_capture(stream)
+    if not ours_first:
+        made = driver.stream_end_capture(stream)
+    launched = driver.graph_instantiate(made)
+    driver.graph_destroy(made)
+    assert (cache.pos, cache.logits_at) == (3, 3)
+    with pytest.raises(StateError, match="this graph is the caller's"):
+        graph.launch()
+    room = MAX_CTX - 3
+    for call in (
+        lambda: capi.calls.prepare_replay(cache, graph, room + 1), lambda: capi.calls.replayed(cache, graph, room + 1),
+    ):  # fmt: skip
+        with pytest.raises(CapacityError, match="max_ctx is 64"):
+            call()
+    for launches in (1, 0, 3):
+        capi.calls.prepare_replay(cache, graph, launches)
+        for _ in range(launches):
+            lane.fill((player.start, [TRUE]))
+            driver.graph_launch(launched, stream)
+            player.tokens.append(TRUE)
+        capi.calls.replayed(cache, graph, launches)
+        player.check()
+        assert cache.logits_at == (len(player.tokens) if parks else 3)
+    graph.close()
+    e.synchronize()
+    driver.graph_exec_destroy(launched)
+
+
+def test_what_the_stream_captures_unannounced_is_refused(player: Player) -> None:
+    cache, e, lane = player.cache, player.e, player.lane(1)
+    begin(player, 0)
+    snap, row = capi.calls.snapshot(cache), e.zeros(16)
+    before = scalars(cache), bytes(snap.as_c().contents)
+    driver.stream_begin_capture(e.stream.handle)
+    for call in (
+        lambda: lane.run(cache, calls=capi.ops), lambda: capi.calls.snapshot_into(cache, snap),
+        lambda: capi.calls.rollback(cache, snap, 0), lambda: capi.calls.reset(cache), lambda: capi.calls.sync(cache),
+        lambda: capi.calls.clear_health(cache), lambda: capi.calls.prepare_replay(cache),
+        lambda: capi.calls.park_logits(cache, row), lambda: capi.calls.snapshot(cache),
+        lambda: capi.calls.round_begin(cache, 2), lambda: capi.calls.advance(cache, 1),
+        lambda: capi.calls.digest(cache),
+    ):  # fmt: skip
+        with pytest.raises(StateError, match="the stream is capturing"):
+            call()
+    assert (scalars(cache), bytes(snap.as_c().contents)) == before
+    driver.graph_destroy(driver.stream_end_capture(e.stream.handle))
+    player.check()
+    snap.close()
+
+
+def test_an_announced_capture_that_does_not_capture_is_refused(player: Player) -> None:
+    begin(player, 0)
+    before = scalars(player.cache)
+    with capi.calls.capture(player.e, yours=True) as graph:
+        for call in (
+            lambda: player.lane(1).run(player.cache, calls=capi.ops), lambda: capi.calls.advance(player.cache, 1),
+        ):  # fmt: skip
+            with pytest.raises(StateError, match="the stream is not capturing; begin it first"):
+                call()
+    assert scalars(player.cache) == before
+    player.check()
+    graph.close()
+
+
+def test_a_snapshot_of_the_library_is_not_for_pythons_calls(player: Player) -> None:
+    begin(player, 0)
+    with capi.calls.snapshot(player.cache) as snap:
+        for call in (player.cache.rollback, player.cache.snapshot_into):
+            args = (0,) if call == player.cache.rollback else ()
+            with pytest.raises(SnapshotError, match="LibrarySnapshot"):
+                call(player.e, snap, *args)
 
 
 @pytest.mark.standin

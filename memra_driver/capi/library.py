@@ -157,7 +157,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "memra_device_handle": (c_uint64, _P),
     "memra_device_stream": (c_uint64, _P),
     "memra_device_arch": (c_int32, _P),
-    "memra_options_default": (None, _P),
+    "memra_options_default": (None, _P), "memra_policy_default": (None, _P),
     "memra_plane_table": (POINTER(PlaneC), _P),
     "memra_plan_free": (None, _P),
     "memra_attend_part_bytes": (c_uint64, _L, _L, _I, _I),
