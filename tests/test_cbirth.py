@@ -293,7 +293,7 @@ def test_nothing_is_born_or_ends_while_a_capture_is_open(standin: StandIn, two: 
             for call in (
                 lambda: library().call("memra_cache_free", ctypes.pointer(cache)), lambda: new_cache(case, two),
             ):  # fmt: skip
-                with pytest.raises(StateError, match="(a capture is open|the stream is capturing); only steps and rounds can be recorded"):
+                with pytest.raises(StateError, match=r"capture is open|stream is capturing"):
                     call()
             assert image(cache) == before
             assert standin.trace() == []
@@ -309,7 +309,7 @@ def test_nothing_is_born_or_ends_while_the_caller_records_the_stream(standin: St
             lambda: library().call("memra_cache_free", ctypes.pointer(cache)),
             lambda: new_cache(case, [device]),
         ):
-            with pytest.raises(StateError, match="capture is open|stream is capturing"):
+            with pytest.raises(StateError, match=r"capture is open|stream is capturing"):
                 call()
         assert image(cache) == before
         driver.graph_destroy(driver.stream_end_capture(e.stream.handle))
