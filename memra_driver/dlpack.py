@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 NO_SYNC = -1  # the consumer's stream that nothing is to wait for
 READ_ONLY, IS_COPIED = 1, 2  # flags of a versioned tensor
 VERSION = (1, 0)  # of the layout below
+MAX_DIMS = 64  # what NumPy and torch can have; a count beyond it is garbage, and so are the lengths it would read
 
 _OLD, _VERSIONED = b"dltensor", b"dltensor_versioned"  # names of capsules that nobody has consumed
 # DLTensor: data, device type, device id, dimensions, type code, bits, lanes, shape, strides, byte offset.
@@ -61,6 +63,29 @@ def device_pair(device: int) -> tuple[int, int]:
     return (CPU, 0) if device < 0 else (CUDA, device)
 
 
+def shown(foreign: object) -> str:
+    """What a message shows of an object of another library: never long, and never an error of its own."""
+    try:
+        text = str(foreign)
+    except Exception:  # an int of more digits than Python writes, or a __str__ that fails
+        text = type(foreign).__name__
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def refuse_device(asked: Any, own: tuple[int, int]) -> None:
+    """Raises ExportError unless `asked`, the dl_device of a consumer, is None or the device of the memory."""
+    if asked is not None and (pair := _pair("dl_device", asked)) != own:
+        raise ExportError(f"DLPack asks for device {pair}; this lives on {own}, and to_numpy() copies to the host")
+
+
+def _pair(name: str, asked: Any) -> tuple[int, int]:
+    try:
+        first, second = (operator.index(each) for each in asked)
+    except Exception:
+        raise ExportError(f"{name} is a pair of integers or None, not {shown(asked)}") from None
+    return first, second
+
+
 def export(
     ptr: int, length: int, dtype: np.dtype[Any], device: int, max_version: tuple[int, int] | None, keep: Any
 ) -> Any:
@@ -68,7 +93,7 @@ def export(
 
     Versioned where max_version allows and NumPy can (from 2.1 on), of the older form otherwise.
     """
-    versioned = max_version is not None and tuple(max_version) >= VERSION
+    versioned = max_version is not None and _pair("max_version", max_version) >= VERSION
     array = np.asarray(_Kept(ptr or 1 << 8, length, dtype, keep))  # NumPy before 2 takes no 0
     try:
         try:
@@ -93,6 +118,7 @@ class Tensor(NamedTuple):
     dtype: np.dtype[Any] | None  # None: a type that NumPy has no name for
     type_name: str
     flags: int
+    device: tuple[int, int]
 
 
 def read(capsule: Any) -> Tensor:
@@ -106,15 +132,22 @@ def read(capsule: Any) -> Tensor:
         major, minor, _, _, flags = _HEAD.unpack(ctypes.string_at(at - _HEAD.size, _HEAD.size))
         if major != VERSION[0]:
             raise BufferError(f"DLPack version {major}.{minor}; {VERSION[0]}.x can be read")
-    data, _, _, ndim, code, bits, lanes, shape_at, strides_at, offset = _TENSOR.unpack(
+    data, kind, index, ndim, code, bits, lanes, shape_at, strides_at, offset = _TENSOR.unpack(
         ctypes.string_at(at, _TENSOR.size)
     )
+    if not 0 <= ndim <= MAX_DIMS:
+        raise BufferError(f"a tensor of {ndim} dimensions; up to {MAX_DIMS} can be read")
+    if ndim and not shape_at:
+        raise BufferError(f"a tensor of {ndim} dimensions without a shape")
+    if data + offset >= 1 << 64:
+        raise BufferError(f"byte offset {offset} from 0x{data:x} leaves the address space")
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] | None = None
     if ndim:
         shape = struct.unpack(f"@{ndim}q", ctypes.string_at(shape_at, 8 * ndim))
         strides = struct.unpack(f"@{ndim}q", ctypes.string_at(strides_at, 8 * ndim)) if strides_at else None
-    return Tensor(data + offset if data else 0, shape, strides, *_dtype(code, bits, lanes), flags)
+    ptr = data + offset if data else 0
+    return Tensor(ptr, shape, strides, *_dtype(code, bits, lanes), flags, (kind, index))
 
 
 def _tensor_at(capsule: Any) -> tuple[int, bool]:
@@ -123,7 +156,7 @@ def _tensor_at(capsule: Any) -> tuple[int, bool]:
         return _pointer(capsule, _VERSIONED) + _HEAD.size, True
     if _is_valid(capsule, _OLD):
         return _pointer(capsule, _OLD), False
-    raise BufferError(f"{capsule!r} is no fresh DLPack capsule")
+    raise BufferError(f"{shown(capsule)} is no fresh DLPack capsule")
 
 
 @functools.cache

@@ -14,13 +14,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import Any, NoReturn
 
 import numpy as np
 
 from memra_driver import dlpack, driver
-from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch, DriverError
+from memra_driver.dlpack import shown
+from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch, DriverError, MemraError
 from memra_driver.place import ordinal
 
 HOST = -1
@@ -60,13 +62,11 @@ def operand(
     shape: tuple[int, ...] | None = None
     stream: int | None = None
     if getattr(value, "is_closed", False) is True:
-        raise ArrayError(f"{name} is closed: {value!r}")
+        raise ArrayError(f"{name} is closed: {shown(value)}")
     if isinstance(value, np.ndarray):
         found, shape = _from_numpy(value, name, out), value.shape
     elif is_slice(value):
-        found = Operand(
-            value.ptr, value.len, np.dtype(value.dtype), value.nbytes, getattr(value, "device", device), value
-        )
+        found = _from_slice(value, name, device)
     elif hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         found, shape = _from_dlpack(value, name, wanted, out, e)
     else:
@@ -123,11 +123,12 @@ def stream_handle(foreign: Any, device: int) -> int:
     for name in ("device_index", "device_id"):  # torch, CuPy; -1 where it is not bound to one
         theirs = getattr(foreign, name, None)
         if isinstance(theirs, int) and theirs not in (-1, device):
-            raise DeviceMismatch(f"{foreign!r} is a stream of device {theirs}, not of device {device}")
+            raise DeviceMismatch(f"{shown(foreign)} is a stream of device {shown(theirs)}, not of device {device}")
     handle = _handle_of(foreign)
     if isinstance(handle, bool) or not isinstance(handle, (int, np.integer)) or not 0 <= handle < 1 << 64:
         raise ConfigError(
-            f"{foreign!r} is no stream: give a handle (int), an object with __cuda_stream__, or a torch or CuPy stream"
+            f"{shown(foreign)} is no stream: give a handle (int), an object with __cuda_stream__, or a torch or"
+            " CuPy stream"
         )
     return int(handle)
 
@@ -141,9 +142,9 @@ def _handle_of(foreign: Any) -> Any:
         return foreign
     told = protocol() if callable(protocol) else protocol
     if not isinstance(told, (tuple, list)) or len(told) != 2:
-        raise ConfigError(f"__cuda_stream__ of {type(foreign).__name__} gives {told!r}, not (version, handle)")
+        raise ConfigError(f"__cuda_stream__ of {_kind(foreign)} gives {shown(told)}, not (version, handle)")
     if told[0] != 0:
-        raise ConfigError(f"__cuda_stream__ of {type(foreign).__name__} speaks version {told[0]}, we know version 0")
+        raise ConfigError(f"__cuda_stream__ of {_kind(foreign)} speaks version {shown(told[0])}, we know version 0")
     return told[1]
 
 
@@ -180,15 +181,26 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str, out: bool) -> Operand:
     return Operand(array.ctypes.data, array.size, array.dtype, array.nbytes, HOST, array)
 
 
+def _from_slice(value: Any, name: str, device: int) -> Operand:
+    try:
+        ptr, length, dtype = operator.index(value.ptr), operator.index(value.len), np.dtype(value.dtype)
+        where = operator.index(getattr(value, "device", device))
+    except MemraError:  # one of our own slices says itself what it is
+        raise
+    except Exception as error:
+        raise ArrayError(f"{name} is a {_kind(value)} that cannot be read: {shown(error)}") from error
+    return _claimed(name, ptr, (length,), dtype, where, value)
+
+
 def _from_dlpack(
     value: Any, name: str, wanted: list[np.dtype[Any]], out: bool, e: Any
 ) -> tuple[Operand, tuple[int, ...]]:
     device = ordinal(e)
     try:
-        kind, index = value.__dlpack_device__()
-        where = _place(int(kind), int(index), device)
+        kind, index = (int(each) for each in value.__dlpack_device__())
+        where = _place(kind, index, device)
     except Exception as error:
-        raise ArrayError(f"{name} does not say where it lives: {error}") from error
+        raise ArrayError(f"{name} does not say where it lives: {shown(error)}") from error
     if where != device:
         _refuse_device(name, where, device)
     asked: dict[str, Any] = {}
@@ -200,21 +212,30 @@ def _from_dlpack(
         except TypeError:  # a producer of the protocol as it was before 2023.12
             capsule = value.__dlpack__(**asked)
         tensor = dlpack.read(capsule)
+        handed = _place(*tensor.device, device)
     except Exception as error:  # whatever a foreign library raises: it does not export this array
-        raise ArrayError(f"{name} is a {type(value).__name__} that DLPack cannot take: {error}") from error
+        raise ArrayError(f"{name} is a {_kind(value)} that DLPack cannot take: {shown(error)}") from error
+    if handed != where:
+        raise ArrayError(f"{name} says that it lives on {_where(where)} and hands over memory of {_where(handed)}")
     if tensor.dtype is None or (tensor.type_name == "bfloat16" and _BITS not in wanted):
         _refuse_dtype(name, tensor.type_name, wanted)
     if tensor.flags & dlpack.IS_COPIED:
-        raise ArrayError(f"{name} is a {type(value).__name__} that hands over a copy of itself")
+        raise ArrayError(f"{name} is a {_kind(value)} that hands over a copy of itself")
     if out and tensor.flags & dlpack.READ_ONLY:
         raise ArrayError(f"{name} is read-only and would be written")
+    found = _claimed(name, tensor.ptr, tensor.shape, tensor.dtype, where, (capsule, value))
     _check_strides(name, tensor.shape, tensor.strides, 1)
-    size = prod(tensor.shape)
-    return Operand(tensor.ptr, size, tensor.dtype, size * tensor.dtype.itemsize, where, (capsule, value)), tensor.shape
+    if device != HOST and found.len:  # what is empty may have any address
+        lies = _device_of(name, found.ptr, e)
+        if tensor.device[0] == dlpack.CUDA:  # managed memory is every GPU's, whichever one it was allocated for
+            found = replace(found, device=lies)
+    return found, tensor.shape
 
 
 def _place(kind: int, index: int, device: int) -> int:
     """The ordinal of a DLPack device; managed memory is wherever a GPU asks for it."""
+    if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED) and not 0 <= index < 1 << 31:
+        raise ValueError(f"GPU {index}")  # -1 would be the host
     if kind in (dlpack.CPU, dlpack.CUDA_HOST):
         return HOST
     if kind == dlpack.CUDA or (kind == dlpack.CUDA_MANAGED and device == HOST):
@@ -228,35 +249,53 @@ def _from_cuda_array(value: Any, name: str, out: bool, e: Any) -> tuple[Operand,
     try:
         interface = getattr(value, "__cuda_array_interface__", None)
     except Exception as error:  # a property that refuses with another error than AttributeError
-        raise ArrayError(f"{name} is a {type(value).__name__} that cannot be taken: {error}") from error
+        raise ArrayError(f"{name} is a {_kind(value)} that cannot be taken: {shown(error)}") from error
     if interface is None:
         raise ArrayError(
-            f"{name} is a {type(value).__name__}; it takes a CudaSlice, a DLPack tensor, an array with"
+            f"{name} is a {_kind(value)}; it takes a CudaSlice, a DLPack tensor, an array with"
             " __cuda_array_interface__, or a NumPy array on the host device"
         )
     try:
-        shape = tuple(operator.index(length) for length in interface["shape"])
+        shape = _integers(interface["shape"])
         dtype = np.dtype(interface["typestr"])
-        ptr, read_only = operator.index(interface["data"][0]), interface["data"][1]
+        ptr, read_only = operator.index(interface["data"][0]), bool(interface["data"][1])
         strides = interface.get("strides")
-        strides = None if strides is None else tuple(operator.index(step) for step in strides)
+        strides = None if strides is None else _integers(strides)
         stream = interface.get("stream")
         stream = None if stream is None else operator.index(stream)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ArrayError(f"{name} has a __cuda_array_interface__ that cannot be read: {error!r}") from error
-    if stream is not None and stream < 1:
-        raise ArrayError(f"{name} names stream {stream}; the interface has 1, 2, handles and None")
-    if interface.get("mask") is not None:
+        masked = interface.get("mask") is not None
+    except Exception as error:  # whatever stands in a foreign library's fields
+        why = f"{_kind(error)}: {shown(error)}"
+        raise ArrayError(f"{name} has a __cuda_array_interface__ that cannot be read: {why}") from error
+    if stream is not None and not 0 < stream < 1 << 64:
+        raise ArrayError(f"{name} names stream {shown(stream)}; the interface has 1, 2, handles and None")
+    if masked:
         raise ArrayError(f"{name} is masked")
     if out and read_only:
         raise ArrayError(f"{name} is read-only and would be written")
+    found = _claimed(name, ptr, shape, dtype, HOST, value)
     _check_strides(name, shape, strides, dtype.itemsize)
+    return replace(found, device=_device_of(name, ptr, e)), shape, stream
+
+
+def _integers(sequence: Any) -> tuple[int, ...]:
+    """Lengths or strides, one more than an array may have at most: what names more needs not be read."""
+    return tuple(operator.index(each) for each in islice(iter(sequence), dlpack.MAX_DIMS + 1))
+
+
+def _claimed(name: str, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, owner: Any) -> Operand:
+    """What a foreign object says of itself as an operand; refused where no memory can be that."""
+    if len(shape) > dlpack.MAX_DIMS or not all(0 <= length < 1 << 63 for length in shape):
+        raise ArrayError(f"{name} has shape {shown(list(shape))}, which no array has")
     size = prod(shape)
-    return Operand(ptr, size, dtype, size * dtype.itemsize, _device_of(name, ptr, e), value), shape, stream
+    nbytes = size * dtype.itemsize
+    if not 0 <= ptr <= (1 << 64) - max(nbytes, 1):
+        raise ArrayError(f"{name} has {nbytes} bytes at {shown(ptr)}, which is no address of that much memory")
+    return Operand(ptr, size, dtype, nbytes, device, owner)
 
 
 def _device_of(name: str, ptr: int, e: Any) -> int:
-    """The GPU that an address of the CUDA array interface belongs to, by the driver's word."""
+    """The GPU that an address belongs to, by the driver's word: one query, which a capture allows too."""
     device = ordinal(e)
     if device == HOST:
         raise ArrayError(f"{name} lives on a GPU, the layer on the host")
@@ -278,7 +317,7 @@ def _check_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...] |
         expected.insert(0, step)
         step *= length
     if len(strides) != len(shape) or any(s != e for s, e, n in zip(strides, expected, shape, strict=True) if n > 1):
-        raise ArrayError(f"{name} is strided {list(strides)}; it must be C-contiguous")
+        raise ArrayError(f"{name} is strided {shown(list(strides))}; it must be C-contiguous")
 
 
 def _check_shape(
@@ -300,8 +339,12 @@ def _refuse_device(name: str, found: int, device: int) -> NoReturn:
 
 
 def _refuse_dtype(name: str, found: object, wanted: list[np.dtype[Any]]) -> NoReturn:
-    raise ArrayError(f"{name} has dtype {found}; it takes {' or '.join(str(dtype) for dtype in wanted)}")
+    raise ArrayError(f"{name} has dtype {shown(found)}; it takes {' or '.join(str(dtype) for dtype in wanted)}")
 
 
 def _where(device: int) -> str:
-    return "the host" if device == HOST else f"cuda:{device}"
+    return "the host" if device == HOST else f"cuda:{shown(device)}"
+
+
+def _kind(value: Any) -> str:
+    return shown(type(value).__name__)

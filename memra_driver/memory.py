@@ -289,11 +289,7 @@ class CudaSlice(Closing):
         """
         if copy:
             raise ExportError("DLPack asks for a copy; to_numpy() makes one")
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise ExportError(
-                f"DLPack asks for device {tuple(dl_device)}; this lives on {self.__dlpack_device__()}, and to_numpy()"
-                " copies to the host"
-            )
+        dlpack.refuse_device(dl_device, self.__dlpack_device__())
         ptr, owner = self.ptr, self._owner()
         allocation = owner._allocation
         keep = owner if allocation is None else allocation.loan()

@@ -125,7 +125,13 @@ class Tensor:
         struct = managed(made)
         struct.tensor.device_type, struct.tensor.device_id = self.device
         for name, value in self.changes.items():
-            setattr(struct if name in ("flags", "major") else struct.tensor, name, value)
+            if name == "lengths" and value is None:
+                struct.tensor.shape = None
+            elif name == "lengths":  # such as NumPy does not take
+                for i, length in enumerate(value):
+                    struct.tensor.shape[i] = length
+            else:
+                setattr(struct if name in ("flags", "major") else struct.tensor, name, value)
         return made
 
 

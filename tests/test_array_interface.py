@@ -14,6 +14,7 @@ from standin import StandIn
 from memra_driver import driver, ops
 from memra_driver.cache import Cache
 from memra_driver.device import CudaStream
+from memra_driver.dlpack import shown
 from memra_driver.errors import ArrayError
 
 MakeDev = Callable[..., Any]
@@ -86,9 +87,15 @@ def test_a_recorded_operation_takes_arrays_of_its_own_stream_and_of_captured_one
         ({"stream": 0}, "names stream 0"), ({"stream": -1}, "names stream -1"), ({"stream": "main"}, "cannot be read"),
         ({"mask": object()}, "is masked"), ({"typestr": "nonsense"}, "cannot be read"), ({"shape": None}, "cannot be"),
         ({"shape": (1.5, 128)}, "cannot be read"), ({"data": None}, "cannot be read"), ({"data": (0, False)}, "memory"),
+        ({"data": (-4, False)}, "no address"), ({"data": (1 << 64, False)}, "no address"),
+        ({"data": ((1 << 64) - 4, False)}, "no address"), ({"data": (10**5000, False)}, "no address"),
+        ({"shape": (-2, 128)}, r"has shape \[-2, 128\], which no"), ({"shape": (-2, -128)}, "which no array has"),
+        ({"shape": (1 << 62, 128)}, "no address"), ({"shape": (10**5000, 128)}, "which no array has"),
+        ({"shape": (2, 128) + (1,) * 100}, "which no array has"), ({"stream": 1 << 64}, "names stream 184467"),
+        ({"stream": 10**5000}, "names stream int"), ({"shape": iter(int, 1)}, "which no array has"),
         ({"strides": (512,)}, "is strided"), ({"strides": "none"}, "cannot be read"), ({"typestr": "<V2"}, "has dtype"),
     ],
-    ids=str,
+    ids=shown,
 )  # fmt: skip
 def test_an_interface_that_cannot_be_read_is_refused_by_name(cuda: Any, changes: dict[str, Any], match: str) -> None:
     with new(cuda) as cache:
