@@ -2,30 +2,33 @@
 
     python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [embed] [runs]      (all five when none is named)
 
-suite: `pytest --gpu tests`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer
-over `check --small`, where every plane is an allocation of its own. embed: the same over the engine in C. runs: the
-main job on two models. The last lines are a table; the exit status is 1 where anything failed.
+suite: `pytest --gpu`, in shards. check: `memra-driver check`, every shape. sanitizers: the four tools of
+compute-sanitizer over `check --small`, where every plane is an allocation of its own. embed: the same over the engine
+in C. runs: the main job on two models. The last lines are a table; the exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from gpu_results import machine  # noqa: E402
+from gpu_results import machine, write  # noqa: E402
 
 DEVICE = "cuda:0"
 CLI = [sys.executable, "-m", "memra_driver"]
+SHARDS = 10
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
@@ -56,11 +59,39 @@ def keep(kind: str, found: dict[str, Any]) -> None:
 
 
 def suite() -> list[Line]:
+    """Every test file, in as many processes as there are shards; a file's tests stay together."""
+    from memra_driver import nvrtc
+    from memra_driver.device import CudaContext
+
     begin = time.monotonic()
-    status, text = called(sys.executable, "-m", "pytest", "-q", "--gpu", "tests")
-    if status:
-        print(text[-6000:])
-    return [("pytest --gpu", status == 0, last_line(text), time.monotonic() - begin)]
+    nvrtc.compile_all([CudaContext(0).arch])  # once, not in every shard
+    files = sorted(str(path) for path in TESTS.glob("test_*.py"))
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for shard in range(SHARDS):
+            part = Path(folder) / f"{shard}.json"
+            log = (Path(folder) / f"{shard}.log").open("w+")
+            command = [sys.executable, "-m", "pytest", "-q", "--gpu", "-p", "no:cacheprovider", *files[shard::SHARDS]]
+            env = {**os.environ, "MEMRA_GPU_PART": str(part)}
+            running.append((subprocess.Popen(command, cwd=TESTS.parent, env=env, stdout=log, stderr=log), part, log))
+        for process, part, log in running:
+            status = process.wait()
+            log.seek(0)
+            text = log.read()
+            print(f"{time.monotonic() - begin:6.1f} s  {last_line(text)}", flush=True)
+            if status not in (0, 5):  # 5: none of its tests is for a GPU
+                print(text[-3000:])
+            if not part.is_file():
+                failures.append(f"a shard ended with status {status} and left nothing")
+                continue
+            found = json.loads(part.read_text())
+            counts.update(found["counts"])
+            failures += found["failures"]
+    write(machine(), counts, failures)
+    said = f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+    return [("pytest --gpu", not failures and counts["passed"] > 0, said, time.monotonic() - begin)]
 
 
 def summary_of(text: str) -> dict[str, Any]:
