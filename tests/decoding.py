@@ -8,6 +8,7 @@ which tokens stand in it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,12 @@ def columns(cfg: ModelConfig, il: int) -> dict[str, int]:
 MADE = {"FULL": (), "BORROWING": (), "LINEAR": ("sq", "sk", "sv", "g_log", "beta")}
 
 
+@functools.cache
+def _convolution(il: int, channels: int, taps: int) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng([il, channels, taps])
+    return random.standard_normal((channels, taps), np.float32) * np.float32(0.4)
+
+
 class Lane:
     """Buffers of one step of `rows` rows over a cache, or over a batch of sequences."""
 
@@ -107,7 +114,7 @@ class Lane:
 
     def _weights(self, e: Any, il: int) -> None:
         ssm = self.cfg.ssm
-        w = rows_of(0, il, "w", 0, ssm.conv_dim, ssm.conv_kernel) * np.float32(0.4)
+        w = _convolution(il, ssm.conv_dim, ssm.conv_kernel)
         heads = ssm.time_step_rank
         for name, array in (
             ("w", w), ("dt_bias", np.linspace(-1, 1, heads, dtype=np.float32)),
