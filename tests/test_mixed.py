@@ -1,7 +1,7 @@
 """Python's calls and the C library's on one cache, in any order: the bytes and clocks of plain decoding.
 
 Each event of a program is done by either side, chosen at random, and so is each operation inside a step; snapshots,
-rounds, graphs, taps and parked logits of one side are used by the other.
+rounds, graphs and parked logits of one side are used by the other.
 """
 
 from __future__ import annotations

@@ -76,8 +76,14 @@ def suite() -> list[Line]:
             command = [sys.executable, "-m", "pytest", "-q", "--gpu", "-p", "no:cacheprovider", *files[shard::SHARDS]]
             env = {**os.environ, "MEMRA_GPU_PART": str(part)}
             running.append((subprocess.Popen(command, cwd=TESTS.parent, env=env, stdout=log, stderr=log), part, log))
-        for process, part, log in running:
-            status = process.wait()
+        while running:
+            ended = next((each for each in running if each[0].poll() is not None), None)
+            if ended is None:
+                time.sleep(0.2)
+                continue
+            running.remove(ended)
+            process, part, log = ended
+            status = process.returncode
             log.seek(0)
             text = log.read()
             print(f"{time.monotonic() - begin:6.1f} s  {last_line(text)}", flush=True)
