@@ -53,14 +53,6 @@ static int allocate(memra_cache_own *own, int32_t d, int64_t n_bytes, bool clear
     return clear ? memra_clear(device, *ptr, (uint64_t)n_bytes) : MEMRA_OK;
 }
 
-static int check_no_capture(memra_device *device, const char *what) {
-    int capturing = 0;
-    MEMRA_TRY(memra_device_enter(device));
-    if (!device->recording) MEMRA_TRY(MEMRA_CU(cuStreamIsCapturing, (device->stream, &capturing)));
-    if (!device->recording && !capturing) return MEMRA_OK;
-    return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
-}
-
 static uint64_t bytes_on(const memra_plan *plan, memra_device *const *devices, int32_t d) {
     return (uint64_t)(devices[d]->has_arena ? plan->arena_bytes : plan->plane_bytes)[d];
 }
@@ -213,7 +205,10 @@ static int fill(memra_cache_own *own, const memra_plan_own *plan, memra_device *
 }
 
 static int birth(const memra_plan_own *plan, memra_device *const *devices, memra_cache **cache) {
-    for (int32_t d = 0; d < plan->plan.n_devices; d++) MEMRA_TRY(check_no_capture(devices[d], "memra_cache_new"));
+    for (int32_t d = 0; d < plan->plan.n_devices; d++) {
+        MEMRA_TRY(memra_device_enter(devices[d]));
+        MEMRA_TRY(memra_check_no_capture(devices[d], "memra_cache_new"));
+    }
     MEMRA_TRY(check_fit(&plan->plan, devices));
     memra_cache_own *own = calloc(1, sizeof *own);
     if (!own) return no_memory();
@@ -274,13 +269,9 @@ int memra_cache_free(memra_cache *cache) {
     if (cache->id < first_id)
         return memra_fail(MEMRA_ERR_STATE, "memra_cache_free: cache %" PRIu64 " is Python's; Cache.close frees it",
                           cache->id);
-    MEMRA_TRY(memra_check_not_recording(cache, "memra_cache_free"));
-    for (int32_t d = 0; d < cache->n_devices; d++) {
-        memra_device *device = memra_device_at(cache, d);
-        /* A context that is lost records nothing, and the host's memory shall not be lost with it. */
-        if (!device || !memra_device_is_alive(device)) continue;
-        if (check_no_capture(device, "memra_cache_free") == MEMRA_ERR_STATE) return MEMRA_ERR_STATE;
-    }
+    /* A context that is lost records nothing, and the host's memory shall not be lost with it. */
+    const int recording = memra_check_not_recording(cache, "memra_cache_free");
+    if (recording == MEMRA_ERR_STATE) return recording;
     cache->state = MEMRA_CLOSED;
     memra_graphs_forget(cache);
     while (cache->snapshots) {

@@ -9,11 +9,7 @@
 
 int memra_check_cache(const memra_cache *cache, const char *what) {
     if (cache == NULL) return memra_fail(MEMRA_ERR_STATE, "%s: the cache is NULL", what);
-    if (cache->abi_version != MEMRA_ABI_VERSION)
-        return memra_fail(
-            MEMRA_ERR_ABI, "%s: the cache speaks ABI version %" PRIu32 ", the library %d", what, cache->abi_version,
-            MEMRA_ABI_VERSION);
-    MEMRA_TRY(memra_check_size("memra_cache", cache->struct_size, sizeof(memra_cache)));
+    MEMRA_TRY(memra_check_abi(cache, what));
     if (cache->state == MEMRA_CLOSED) return memra_fail(MEMRA_ERR_STATE, "%s: the cache is closed", what);
     if (cache->state > MEMRA_CLOSED)
         return memra_fail(

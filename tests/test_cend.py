@@ -159,6 +159,15 @@ def test_a_free_that_fails_keeps_no_other_from_being_made(standin: StandIn, two:
     assert standin.live_count() == live + 2
 
 
+def test_a_stream_that_cannot_be_asked_keeps_no_cache_alive(standin: StandIn, two: list[Any]) -> None:
+    """A context that a fault has spoiled answers every call with it; what the host holds is freed all the same."""
+    live = standin.live_count()
+    made = new_cache(SPREAD["two"], two)
+    standin.fail("cuStreamIsCapturing", 1, 700)
+    library().call("memra_cache_free", made)
+    assert standin.live_count() == live
+
+
 # Python's caches
 
 
