@@ -73,10 +73,10 @@ class CudaContext(Closing):
             driver.ctx_set_current(self.handle)
 
     def bind_alive(self) -> None:
-        """`bind`, for calls that hand the driver a stream, an event or memory to free.
+        """`bind`, for calls that hand the driver a stream, an event or memory.
 
-        It follows such a handle without a look at the context: where somebody destroyed that, the process dies. Copies
-        and launches it refuses by itself.
+        It follows such a handle without a look at the context: where somebody destroyed that, the process may die.
+        Launches it refuses by itself.
         """
         self.bind()
         if not self.is_alive():

@@ -128,13 +128,13 @@ class CudaStream(Closing):
     def memcpy_dtod(self, dst: int, src: int, nbytes: int) -> None:
         """Copies between device addresses of this context, in stream order."""
         if nbytes:
-            self.context.bind()
+            self.context.bind_alive()
             driver.memcpy_dtod_async(dst, src, nbytes, self.handle)
 
     def memset(self, dst: int, value: int, nbytes: int) -> None:
         """Fills bytes with `value` (0..255), in stream order."""
         if nbytes:
-            self.context.bind()
+            self.context.bind_alive()
             driver.memset_d8_async(dst, value, nbytes, self.handle)
 
     def memcpy_htod(self, dst: int, array: npt.NDArray[Any]) -> None:
@@ -143,7 +143,7 @@ class CudaStream(Closing):
         check_contiguous(array)
         if array.nbytes:
             self.refuse_in_capture("a copy from the host")
-            self.context.bind()
+            self.context.bind_alive()
             driver.memcpy_htod_async(dst, array.ctypes.data, array.nbytes, self.handle)
 
     def memcpy_dtoh(self, array: npt.NDArray[Any], src: int) -> None:
@@ -153,7 +153,7 @@ class CudaStream(Closing):
             raise ArrayError("the array to copy into is read-only")
         if array.nbytes:
             self.refuse_in_capture("a copy to the host")
-            self.context.bind()
+            self.context.bind_alive()
             driver.memcpy_dtoh_async(array.ctypes.data, src, array.nbytes, self.handle)
 
     def refuse_in_capture(self, what: str) -> None:
