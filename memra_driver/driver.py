@@ -15,7 +15,9 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 DEINITIALIZED = 4
 STUB_LIBRARY = 34
+PEER_ACCESS_UNSUPPORTED = 217
 PEER_ACCESS_ALREADY_ENABLED = 704
+TOO_MANY_PEERS = 711
 NOT_READY = 600
 ILLEGAL_ADDRESS = 700
 CONTEXT_IS_DESTROYED = 709
@@ -27,6 +29,8 @@ STICKY = frozenset({700, 710, 714, 715, 716, 717, 718, 719})
 NOT_FROM_THE_DRIVER = -1  # `code` of an error that is not a CUresult: a missing library or entry point
 
 STREAM_NON_BLOCKING = 1
+HOST_ALLOC_PORTABLE = 1
+EVENT_EXTERNAL = 1  # in a capture: a node that records or waits for an event of outside it
 EVENT_DISABLE_TIMING = 2
 NEED_BINDINGS = "pip install 'cuda-python>=13,<14' (or '>=12.9.6,<13' for a driver older than 580)"
 
@@ -232,6 +236,15 @@ def mem_free(ptr: int) -> None:
     _call("cuMemFree", ptr, shown=f"0x{ptr:x}")
 
 
+def mem_host_alloc(nbytes: int) -> int:
+    """Page-locked host memory, for copies of every context."""
+    return int(_call("cuMemHostAlloc", nbytes, HOST_ALLOC_PORTABLE, shown=nbytes))
+
+
+def mem_free_host(address: int) -> None:
+    _call("cuMemFreeHost", address, shown=f"0x{address:x}")
+
+
 def mem_get_info() -> tuple[int, int]:
     """(free, total) bytes of the current context's device."""
     _, free, total = _outputs("cuMemGetInfo", (), "")
@@ -302,8 +315,8 @@ def stream_query(stream: int) -> bool:
     return not _outputs("cuStreamQuery", (stream,), "", accepted=NOT_READY)[0]
 
 
-def stream_wait_event(stream: int, event: int) -> None:
-    _call("cuStreamWaitEvent", stream, event, 0)
+def stream_wait_event(stream: int, event: int, flags: int = 0) -> None:
+    _call("cuStreamWaitEvent", stream, event, flags)
 
 
 def stream_get_ctx(stream: int) -> int:
@@ -314,8 +327,11 @@ def event_create(timing: bool) -> int:
     return int(_native(_call("cuEventCreate", 0 if timing else EVENT_DISABLE_TIMING)))
 
 
-def event_record(event: int, stream: int) -> None:
-    _call("cuEventRecord", event, stream)
+def event_record(event: int, stream: int, flags: int = 0) -> None:
+    if flags:
+        _call("cuEventRecordWithFlags", event, stream, flags)
+    else:
+        _call("cuEventRecord", event, stream)
 
 
 def event_query(event: int) -> bool:

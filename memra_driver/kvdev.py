@@ -272,11 +272,14 @@ class CudaDev(_SliceDev):
         if source.device == self.ordinal:
             self.copy_bytes(to, src.ptr, n_bytes)
             return
-        with CudaEvent(source.context) as done:  # the other device's work on src comes first
-            source.record(done)
-            self.stream.wait(done)
+        with CudaEvent(source.context) as written, CudaEvent(self.context) as read:
+            source.record(written)  # the other device's work on src comes first
+            self.stream.wait(written)
+            here = self.context.handle
+            driver.memcpy_peer_async(to, here, src.ptr, source.context.handle, n_bytes, self.stream.handle)
+            self.stream.record(read)  # and what it does to src later comes behind
+            source.wait(read)
         self.context.bind()
-        driver.memcpy_peer_async(to, self.context.handle, src.ptr, source.context.handle, n_bytes, self.stream.handle)
 
 
 class HostDev(_SliceDev):
