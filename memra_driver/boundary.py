@@ -106,7 +106,7 @@ class Boundary(Closing):
             self._slots = Borrowed(b.memory, self._room.ptr, n)
         if self.way == "staged":
             self._pinned = _Room(a.context, 4 * n, pinned=True)
-        if isinstance(a, CudaDev) and not same_stream(a.stream.handle, b.stream.handle):
+        if isinstance(a, CudaDev) and not (self.way == "same" and same_stream(a.stream.handle, b.stream.handle)):
             self._arrived = [self._event(a) for _ in range(SLOTS)]
             self._read = [self._event(b) for _ in range(SLOTS)]
             self._in_order = False  # on one stream everything is in order as it is

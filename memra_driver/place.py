@@ -162,8 +162,6 @@ def commit_counter_actions(
     health: Any,
 ) -> list[Action]:  # fmt: skip
     """counters[i] = pos + accepted rows for each chosen i, then pos moves by as many: all read on the device."""
-    if not has_kernels(e):
-        raise UnsupportedError(f"{e!r} has the seven operations only; a count cannot stay on it")
     launches: list[tuple[Any, int]] = []  # where the mask begins, and the mask
     if packed is None:
         launches = [(counters[i], 1) for i in chosen]

@@ -35,7 +35,7 @@ THROUGH_C = {
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
         "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads",
         "many_layers", "ops", "ops_arguments", "ops_results", "pipeline", "programs", "replayed_clock", "rollback",
-        "round", "round_calls", "round_rules", "snapshots", "steps", "taps", "threads",
+        "round", "round_calls", "round_rules", "snapshots", "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
 
