@@ -59,9 +59,9 @@ def _free_quietly(context: CudaContext, kind: str, ptr: int, free: Any) -> None:
 class Boundary(Closing):
     """Carries rows of `hidden` f32, up to max_rows at once, from stage dev_a to stage dev_b.
 
-    `way` says how: "same", a copy on one device (two CudaDevs of one GPU, or two HostDevs, are one device here); "peer",
-    a copy from GPU to GPU; "staged", over page-locked host memory, where the GPUs cannot reach each other. The rows
-    cross on the sender's stream and the host never waits; of `staged` ones the second half runs on the receiver's.
+    `way` says how: "same", a copy on one device (two CudaDevs of one GPU, or two HostDevs, are one device here);
+    "peer", a copy from GPU to GPU; "staged", over page-locked host memory, where the GPUs cannot reach each other. The
+    rows cross on the sender's stream and the host never waits; of staged ones the second half is on the receiver's.
 
     In a capture of dev_a's or dev_b's a send or receive is recorded. A graph that sends and one that receives are
     launched in turn, the sender's first, with no eager rows under way; the n-th send or receive of a graph uses slot
@@ -239,8 +239,8 @@ class Boundary(Closing):
             return
         held = traffic.received - traffic.released
         raise StateError(
-            f"send: both slots are taken, {SLOTS - held} by rows under way and {held} by rows received and not released;"
-            " receive or release first"
+            f"send: both slots are taken, {SLOTS - held} by rows under way and {held} by rows received and not"
+            " released; receive or release first"
         )
 
     def _recorded_count(self, traffic: _Traffic) -> int:

@@ -36,6 +36,18 @@ def ordinal(e: Any) -> int:
     return int(getattr(e, "ordinal", -1))
 
 
+def united(stages: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """The devices of some stages, each once, and the index of each stage's: one object is one device."""
+    devices: list[Any] = []
+    placement = []
+    for e in stages:
+        index = next((i for i, each in enumerate(devices) if each is e), len(devices))
+        if index == len(devices):
+            devices.append(e)
+        placement.append(index)
+    return devices, placement
+
+
 def close_slices(slices: Iterable[Any]) -> None:
     """Frees what can be freed; slices of a device without close() go with their last reference.
 

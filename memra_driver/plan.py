@@ -368,7 +368,12 @@ class CachePlan:
                 "totals": self.totals,
                 "first_use": self.first_use,
                 "per_device": [
-                    asdict(device) | {"snapshot_bytes": device.snapshot_bytes} for device in self.per_device
+                    asdict(device)
+                    | {
+                        "snapshot_bytes": device.snapshot_bytes,
+                        "attend_scratch_bytes": self.attend_scratch_bytes(device.device),
+                    }
+                    for device in self.per_device
                 ],
                 "rows": [asdict(row) for row in self.rows],
             }

@@ -121,7 +121,7 @@ def balance(
         )
     evenest = _least(cuts, n, load, worst=False, limit=fullest[0])
     assert evenest is not None  # the one before is among them
-    return evenest[1][:-1] + (cfg.n_layer,)
+    return (*evenest[1][:-1], cfg.n_layer)
 
 
 class _StageBytes:

@@ -3,8 +3,8 @@ nothing to order them.
 
 The stand-in runs each call at once, so that a wait that is missing does no harm there; here it shows. A stream's work
 is in order; a wait orders what follows behind all that came before the record of its event, and a stream that the host
-waited for is behind everything that the host asks for later. Kernels are not looked at, nor is memory of the host that a
-copy has left when its call returns.
+waited for is behind everything that the host asks for later. Kernels are not looked at, nor is memory of the host that
+a copy has left when its call returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of every preset's layer pattern at small widths, and a session over any stages: shared by tests of pipelines."""
+"""Models of every preset's layer pattern at small widths, and a session over any stages: for tests of pipelines."""
 
 from __future__ import annotations
 

@@ -21,16 +21,6 @@ HIDDEN, MAX_ROWS = 24, 5
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 
 
-def second_gpu(request: pytest.FixtureRequest) -> int:
-    """The ordinal of a second GPU."""
-    if request.config.getoption("--gpu"):
-        from memra_driver import driver
-
-        if driver.device_get_count() < 2:
-            pytest.skip("needs two GPUs")
-    return 1
-
-
 def pair(kind: str, make_dev: MakeDev, request: pytest.FixtureRequest) -> tuple[Any, Any]:
     if kind == "cuda, staged":
         request.getfixturevalue("monkeypatch").setattr(CudaContext, "enable_peer", lambda self, other: False)
@@ -41,7 +31,9 @@ def pair(kind: str, make_dev: MakeDev, request: pytest.FixtureRequest) -> tuple[
         return e, e
     if kind == "cuda, one GPU":
         return make_dev("cuda"), make_dev("cuda")
-    return make_dev("cuda", 0), make_dev("cuda", second_gpu(request))
+    if request.getfixturevalue("gpu_count") < 2:
+        pytest.skip("needs two GPUs")
+    return make_dev("cuda", 0), make_dev("cuda", 1)
 
 
 WAYS = {

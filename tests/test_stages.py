@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,11 @@ TINY = tiny(n_layer=9, nextn_predict_layers=1)
 
 
 @pytest.fixture(params=["two GPUs", "four GPUs", "four GPUs that do not reach each other", "one GPU"])
-def stage_devices(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
+def stage_devices(request: pytest.FixtureRequest, make_dev: MakeDev, gpu_count: int) -> Any:
     """stage_devices(choice): a device for each stage; choice says which of up to four it is."""
     gpus = {"two GPUs": 2, "one GPU": 1}.get(request.param, 4)
     if request.config.getoption("--gpu"):
-        from memra_driver import driver
-
-        if "not reach" in request.param or driver.device_get_count() < gpus:
+        if "not reach" in request.param or gpu_count < gpus:
             pytest.skip(f"needs {request.param}")
     else:
         standin = request.getfixturevalue("standin")
@@ -115,7 +114,7 @@ def test_every_buffer_lies_on_the_device_of_its_stage(stage_devices: Any) -> Non
         for e in devices[:3]:
             if e._count is not None:  # a device of the C library keeps its own
                 assert home_of(e._count.ptr) == e.ordinal
-        for a, b in zip(devices, devices[1:], strict=False):
+        for a, b in pairwise(devices):
             with Boundary(a, b, 16, 2) as boundary:
                 assert home_of(boundary._slots.ptr) == b.ordinal
 
