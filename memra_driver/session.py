@@ -53,8 +53,8 @@ class Session:
     stages: the device, or a list with that of each stage of `fence` (None: pp.balance); hidden-state rows cross from
     one to the next. Sequence b has a prompt of `prompt` + b tokens. attend: every attention layer attends in every
     step. graph: the verifying step, or the whole round, is recorded once and launched for every round; this and a
-    batch are for one device. Raises CapacityError when prompt and rounds do not fit into max_ctx, UnsupportedError when the
-    geometry has no kernels, ConfigError for what cannot be combined.
+    batch are for one device. Raises CapacityError when prompt and rounds do not fit into max_ctx, UnsupportedError
+    when the geometry has no kernels, ConfigError for what cannot be combined.
     """
 
     def __init__(
