@@ -138,12 +138,11 @@ class Boundary(Closing):
         traffic = self._traffic("send", a)
         self._check_slot(traffic)
         slot = traffic.sent % SLOTS
-        if not self._in_order:
-            a.stream.wait(self._read[slot])
-        if count:
+        if self._in_order:
+            if count:
+                a.copy_bytes(self._slots.ptr + slot * self._slot_bytes, source.ptr, source.nbytes)
+        else:
             self._push(slot, source.ptr, source.nbytes)
-        if not self._in_order:
-            a.stream.record(self._arrived[slot])
         traffic.rows[slot] = count
         traffic.sent += 1
         if a.recording is not None:
@@ -166,37 +165,40 @@ class Boundary(Closing):
             count = traffic.rows[slot]
         else:
             count = self._recorded_count(traffic)
-        self._release(traffic)
         if not self._in_order:
-            b.stream.wait(self._arrived[slot])
-        start = slot * self._slot_bytes
-        if self._pinned is not None and count:
-            nbytes = 4 * self.hidden * count
             b.context.bind_alive()
-            driver.memcpy_htod_async(self._slots.ptr + start, self._pinned.ptr + start, nbytes, b.stream.handle)
+            self._release(traffic)
+            self._pull(slot, 4 * self.hidden * count)
         traffic.received += 1
+        traffic.released = traffic.received - 1
         if b.recording is not None:
             b.recording.kept.append(self)
-        received: CudaView = self._slots.view(start // 4, start // 4 + count * self.hidden)
+        start = slot * self.max_rows * self.hidden
+        received: CudaView = self._slots.view(start, start + count * self.hidden)
         return received
 
     def release(self) -> None:
         """The rows received last have been read, by what dev_b's stream has been given so far. Does nothing twice."""
         self._check_open()
-        self._release(self._traffic("release", self.dev_b))
+        traffic = self._traffic("release", self.dev_b)
+        if not self._in_order:
+            self.dev_b.context.bind_alive()
+            self._release(traffic)
+        traffic.released = traffic.received
 
     def close(self) -> None:
         """Frees the slots; waits for the copies under way where they cross devices. May be called twice."""
         if self._closed:
             return
-        streams = [] if self._in_order else [e.stream for e in (self.dev_a, self.dev_b) if not e.stream.is_closed]
+        devices = () if self._in_order or in_a_fork() else (self.dev_a, self.dev_b)
+        streams = [e.stream for e in devices if not e.stream.is_closed and e.context.is_alive()]
         for stream in streams:
             stream.refuse_in_capture("close of a boundary")
         self._closed = True
         for stream in streams:
-            if self._room is not None and not in_a_fork():
+            if self._room is not None:
                 stream.synchronize()  # what is no memory of a pool is not freed in the order of a stream
-            elif stream is not self.dev_a.stream:
+            elif stream is self.dev_b.stream:
                 for event in self._arrived:  # what was sent and never received
                     stream.wait(event)
         for each in (*self._events, *filter(None, [self._slots])):
@@ -205,22 +207,35 @@ class Boundary(Closing):
             room.free()
 
     def _push(self, slot: int, source: int, nbytes: int) -> None:
+        """The sender's half: waits until the slot was read, fills it, says so. One context is bound for all of it."""
         a, start = self.dev_a, slot * self._slot_bytes
-        to = self._slots.ptr + start
-        if self.way == "same":
-            a.copy_bytes(to, source, nbytes)
-            return
         a.context.bind_alive()
-        stream = a.stream.handle
-        if self._pinned is not None:
+        stream, flags = a.stream.handle, self._flags(a)
+        driver.stream_wait_event(stream, self._read[slot].handle, flags)
+        if self._pinned is not None and nbytes:
             driver.memcpy_dtoh_async(self._pinned.ptr + start, source, nbytes, stream)
-        else:
-            driver.memcpy_peer_async(to, self.dev_b.context.handle, source, a.context.handle, nbytes, stream)
+        elif nbytes:  # with peer access an ordinary copy goes from GPU to GPU, and a capture takes it
+            driver.memcpy_dtod_async(self._slots.ptr + start, source, nbytes, stream)
+        driver.event_record(self._arrived[slot].handle, stream, flags)
+
+    def _pull(self, slot: int, nbytes: int) -> None:
+        """The receiver's half: waits until the slot is full. The context is bound."""
+        b, start = self.dev_b, slot * self._slot_bytes
+        stream = b.stream.handle
+        driver.stream_wait_event(stream, self._arrived[slot].handle, self._flags(b))
+        if self._pinned is not None and nbytes:
+            driver.memcpy_htod_async(self._slots.ptr + start, self._pinned.ptr + start, nbytes, stream)
+
+    @staticmethod
+    def _flags(e: Any) -> int:
+        """In a capture the events are of outside it: the other stream is in another graph."""
+        return 0 if e.recording is None else driver.EVENT_EXTERNAL
 
     def _release(self, traffic: _Traffic) -> None:
+        """Says that the slot received last was read. The context is bound."""
         if traffic.released < traffic.received:
-            if not self._in_order:
-                self.dev_b.stream.record(self._read[(traffic.received - 1) % SLOTS])
+            b, slot = self.dev_b, (traffic.received - 1) % SLOTS
+            driver.event_record(self._read[slot].handle, b.stream.handle, self._flags(b))
             traffic.released = traffic.received
 
     def _traffic(self, what: str, e: Any) -> _Traffic:

@@ -94,22 +94,14 @@ class CudaStream(Closing):
         return driver.stream_query(self.handle)
 
     def record(self, event: CudaEvent) -> None:
-        """The event stands for all work enqueued so far. In a capture: for the work before it, at each launch."""
+        """The event stands for all work enqueued so far."""
         self.context.bind_alive()
-        driver.event_record(event.handle, self.handle, self._external)
+        driver.event_record(event.handle, self.handle)
 
     def wait(self, event: CudaEvent) -> None:
-        """Later work of this stream waits for the event; the host does not. The event may be of another device.
-
-        In a capture: each launch waits for the event as it was recorded last by then.
-        """
+        """Later work of this stream waits for the event; the host does not. The event may be of another device."""
         self.context.bind_alive()
-        driver.stream_wait_event(self.handle, event.handle, self._external)
-
-    @property
-    def _external(self) -> int:
-        """How an event is recorded or waited for: in a capture as one of outside it."""
-        return driver.EVENT_EXTERNAL if self._waiting is not None else 0
+        driver.stream_wait_event(self.handle, event.handle)
 
     def wait_stream(self, other: Any) -> None:
         """Later work of this stream waits for what is enqueued on `other` now; the host does not.

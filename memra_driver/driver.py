@@ -7,6 +7,7 @@ No objects, no policy, no state: streams, events, contexts and pointers are ints
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NoReturn
 
 from .errors import DriverError, DriverOutOfMemory, IllegalAddress, NoDriver, UnsupportedDriver
@@ -44,6 +45,7 @@ class _Unloaded:
 
 _cu: Any = _Unloaded()
 _native: Any = None  # handle object -> int
+_pointer_get_attribute: Any = None  # as the driver has it
 
 
 def _load() -> Any:
@@ -262,9 +264,25 @@ def mem_pool_get_attribute(name: str, pool: int) -> int:
 
 
 def pointer_get_attribute(name: str, ptr: int) -> int:
-    """`name` is what follows CU_POINTER_ATTRIBUTE_, as in "DEVICE_ORDINAL" or "MEMORY_TYPE"."""
+    """`name` is what follows CU_POINTER_ATTRIBUTE_ of a 32-bit number, as in "DEVICE_ORDINAL" or "MEMORY_TYPE".
+
+    Not through the bindings' own function: many versions of it have ordinal 0 for memory of any device.
+    """
+    global _pointer_get_attribute
     attribute = getattr(_cu.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-    return int(_call("cuPointerGetAttribute", attribute, ptr, shown=f"{name}, 0x{ptr:x}"))
+    if _pointer_get_attribute is None:
+        _, address, _ = _outputs("cuGetProcAddress", (b"cuPointerGetAttribute", 4000, 0), "cuPointerGetAttribute")
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        _pointer_get_attribute = kind(int(address))
+    value = ctypes.c_int32()
+    status = _pointer_get_attribute(ctypes.byref(value), int(attribute), ptr)
+    if status:
+        call = f"cuPointerGetAttribute({name}, 0x{ptr:x})"
+        try:
+            raise _failure(call, _cu.CUresult(status))
+        except ValueError as error:
+            _reraise(call, error)
+    return value.value
 
 
 def memcpy_dtod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
@@ -316,7 +334,12 @@ def stream_query(stream: int) -> bool:
 
 
 def stream_wait_event(stream: int, event: int, flags: int = 0) -> None:
-    _call("cuStreamWaitEvent", stream, event, flags)
+    try:
+        status = _cu.cuStreamWaitEvent(stream, event, flags)[0]
+    except (RuntimeError, ValueError) as error:
+        _reraise("cuStreamWaitEvent()", error)
+    if status:
+        raise _failure("cuStreamWaitEvent()", status)
 
 
 def stream_get_ctx(stream: int) -> int:
@@ -330,8 +353,13 @@ def event_create(timing: bool) -> int:
 def event_record(event: int, stream: int, flags: int = 0) -> None:
     if flags:
         _call("cuEventRecordWithFlags", event, stream, flags)
-    else:
-        _call("cuEventRecord", event, stream)
+        return
+    try:
+        status = _cu.cuEventRecord(event, stream)[0]
+    except (RuntimeError, ValueError) as error:
+        _reraise("cuEventRecord()", error)
+    if status:
+        raise _failure("cuEventRecord()", status)
 
 
 def event_query(event: int) -> bool:

@@ -68,7 +68,7 @@ def test_the_example_for_tensors_runs_on_a_gpu(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.gpu
 def test_the_example_for_nccl_runs_on_two_gpus(gpu_count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("nccl.core", reason="nccl4py is not installed")
+    pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
     if gpu_count < 2:
         pytest.skip("needs two GPUs")
     (block,) = NCCL

@@ -119,6 +119,20 @@ def test_every_buffer_lies_on_the_device_of_its_stage(stage_devices: Any) -> Non
                 assert home_of(boundary._slots.ptr) == b.ordinal
 
 
+@pytest.mark.standin
+def test_the_driver_itself_is_asked_where_memory_lies(stage_devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many versions of the bindings say 0 of every pointer."""
+    from cuda.bindings import driver as bindings
+
+    monkeypatch.setattr(bindings, "cuPointerGetAttribute", lambda *args: (bindings.CUresult(0), 0))
+    for e in stage_devices((0, 1)):
+        with e.uninit(4) as held:
+            assert home_of(held.ptr) == e.ordinal
+            assert driver.pointer_get_attribute("MEMORY_TYPE", held.ptr) == 2  # of a device
+    with pytest.raises(DriverError, match=r"cuPointerGetAttribute\(DEVICE_ORDINAL, 0x10\): CUDA_ERROR_INVALID_VALUE"):
+        home_of(16)
+
+
 @pytest.mark.parametrize("fence", [(0, 4, 4, 9), (0, 5, 3, 9), (0, 10), (9, 0), (1, 9), (0, 4, 7), (0, 2.0, 9)])
 @pytest.mark.standin
 def test_a_refused_fence_asks_for_no_memory(stage_devices: Any, standin: StandIn, fence: Any) -> None:

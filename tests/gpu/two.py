@@ -221,14 +221,15 @@ def main() -> int:
     nvrtc.compile_all([devices[0].context.arch])
     began = time.monotonic()
     files = [str(HERE.parent.parent / name) for name in FILES if (HERE.parent.parent / name).is_file()]
-    shards = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    tests = apart(sys.executable, "-m", "pytest", "-q", "--gpu", "-rs", "-p", "no:cacheprovider", *shards, *files)
+    shards = ["-n", "12"] if importlib.util.find_spec("xdist") else []
+    command = ("-m", "pytest", "-q", "--gpu", "--tb=short", "-rfs", "-p", "no:cacheprovider")
+    tests = apart(sys.executable, *command, *shards, *files)
     running = [(stages, apart(*CLI, *RUN, "--stages", stages)) for stages in STAGES]
     checked, text = sanitized("memcheck", sys.executable, str(HERE), "crossing")
     lines = [("memcheck", *checked[1:])]
     print(text[-800:])
     status, text = ended(tests)
-    print(text[-3000:])
+    print(text[-7000:])
     lines.append(("pytest --gpu", status == 0, last_line(text), time.monotonic() - began))
     expected: Any = None
     ran = []
