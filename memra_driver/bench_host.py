@@ -45,7 +45,7 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
                 work.ops = ops
             if op == "append_kv":
                 yield from from_c(bench, work, launches[0])
-        yield Row("host", "advance", host_seconds=_advance(bench, work))
+        yield Row("host", "advance, eager", host_seconds=_advance(bench, work))
 
 
 def _advance(bench: Bench, work: Workload) -> float:

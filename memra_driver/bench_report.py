@@ -6,11 +6,12 @@ Everything here works on the dictionary that `--json` writes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memra_driver.bench_rows import GROUPS, Row
+from memra_driver.bench_rows import Row
 from memra_driver.errors import ConfigError
 
 MOVED = 0.10  # what two runs may differ by without a word
@@ -77,7 +78,7 @@ def measured(rows: Iterable[Row]) -> Table:
             seconds_text(row.seconds),
             "" if row.bytes is None else f"{row.bytes:,}",
             f"{row.bytes / row.seconds / 1e12:.2f}" if row.bytes and row.seconds else "",
-            "" if row.share is None else f"{row.share:.0%} ({row.ceiling})",
+            f"{_share(row)} ({row.ceiling})" if _share(row) else "",
             f"{row.copy_seconds / row.seconds:.0%}" if row.copy_seconds and row.seconds else "",
             seconds_text(row.host_seconds),
             "" if row.count is None else str(row.count),
@@ -124,16 +125,57 @@ def number_text(value: float, unit: str) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The README's account of a result: where, the operations of the cache, the peers, and how many targets hold."""
-    rows = [row for row in rows_of(result) if row.seconds]
-    lines = [*heading(result), f"{summary(result['targets'])}.", ""]
-    head = ["operation", "time", "of the ceiling", "of a copy"]
-    lines += [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+    """The README's account of a result: where, then a table a group, and how many targets hold."""
+    rows = rows_of(result)
+    parts = ["\n".join(f"* {line}" for line in (*heading(result), summary(result["targets"])))]
+    for group, (title, column) in CHAPTERS.items():
+        mine = [row for row in rows if row.group == group]
+        if mine:
+            parts.append(f"{title}\n\n{_listed(mine) if column is None else _pivoted(mine, re.compile(column))}")
+    return "\n\n".join(parts)
+
+
+CHAPTERS = {  # group -> what its table says, and the part of a row's name that makes its columns
+    "attend": ("Attention of a layer by tokens in the cache, and the share of the read ceiling:", r" at (\d+)$"),
+    "scan": ("The gated delta rule by sequences, and the share of the copy ceiling:", r" (B=\d+)"),
+    "recur": ("What stands around it:", r" (B=\d+)"),
+    "append": ("Appends:", None),
+    "snapshot": ("Snapshots and rounds:", None),
+    "step": ("One decode step of all cache work of a model, as one graph, and its operations:", None),
+    "host": ("The host, for one call of one row:", r", (.+)$"),
+}
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    lines = [["operation", "time", "of the ceiling", "of a copy", "host"]]
     for row in rows:
-        share = "" if row.share is None else f"{row.share:.0%}"
         copy = f"{row.copy_seconds / row.seconds:.0%}" if row.copy_seconds and row.seconds else ""
-        lines.append(f"| {row.name} | {seconds_text(row.seconds)} | {share} | {copy} |")
-    return "\n".join(lines)
+        lines.append([row.name, seconds_text(row.seconds), _share(row), copy, seconds_text(row.host_seconds)])
+    return _markdown_table(lines)
+
+
+def _pivoted(rows: Sequence[Row], column: re.Pattern[str]) -> str:
+    """A line for each name without its column."""
+    columns: list[str] = []
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        found = column.search(row.name)
+        name, at = (column.sub("", row.name), found[1]) if found else (row.name, "")
+        if at not in columns:
+            columns.append(at)
+        share = f" ({_share(row)})" if row.share is not None else ""
+        lines.setdefault(name, {})[at] = seconds_text(row.seconds or row.host_seconds) + share
+    body = [[name, *(cells.get(at, "") for at in columns)] for name, cells in lines.items()]
+    return _markdown_table([["operation", *columns], *body])
+
+
+def _share(row: Row) -> str:
+    return "" if row.share is None else f"{row.share:.0%}"
+
+
+def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, f"|---|{'--:|' * (len(lines[0]) - 1)}", *body])
 
 
 # Two results.
@@ -178,16 +220,19 @@ def picture(path: Path, result: dict[str, Any]) -> None:
     except ImportError:
         raise ConfigError("a picture needs matplotlib: pip install matplotlib") from None
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120)
-    for label, marker, points in series(rows_of(result)):
-        axes.plot(*zip(*points, strict=True), marker, label=label, markersize=5, linewidth=1)
+    figure, axes = pyplot.subplots(figsize=(10, 5), dpi=120)
+    lines = series(rows_of(result))
+    colours = pyplot.get_cmap("tab20").colors
+    for i, (label, style, points) in enumerate(lines):
+        colour = colours[i % len(colours)]
+        axes.plot(*zip(*points, strict=True), style, label=label, color=colour, markersize=5, linewidth=1)
     axes.set_xscale("log")
     axes.set_ylim(0, 105)
     axes.set_xlabel("bytes that a call must move")
     axes.set_ylabel("of the ceiling, %")
     axes.set_title(f"{result['device']}, driver {result['driver']}", parse_math=False)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=7)
     figure.tight_layout()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,14 +244,17 @@ def picture(path: Path, result: dict[str, Any]) -> None:
 
 
 def series(rows: Sequence[Row]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """(label, style, points) of each line of the picture: an operation or a peer, over bytes, share in per cent."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    """(label, style, points) of each line of the picture, points being bytes and share in per cent.
+
+    A line is an operation of one geometry over tokens or sequences, and of any geometry where these make no columns;
+    peers are dashed. What was measured at one size alone, or is a part of a step, is left out.
+    """
+    found: dict[str, tuple[str, list[tuple[int, float]]]] = {}
     for row in rows:
-        if row.group in GROUPS and row.group != "step" and row.share is not None and row.bytes is not None:
-            name = row.name.split()[0].rstrip(",")
-            if name == "attend":
-                name = " ".join(word for word in row.name.split() if not word.isdecimal() and word != "at")
-            label = name if row.who == "memra" else " ".join(row.name.split()[:2])
-            found.setdefault(label, []).append((row.bytes, 100 * row.share))
-    ours = {row.name.split()[0].rstrip(",") for row in rows if row.who == "memra"}
-    return [(label, "o-" if label.split()[0] in ours else "x--", sorted(points)) for label, points in found.items()]
+        if row.group not in CHAPTERS or row.group == "step" or row.share is None or row.bytes is None:
+            continue
+        column = CHAPTERS[row.group][1]
+        label = re.sub(column, "", row.name) if column else row.name.split()[0].rstrip(",")
+        style = "o-" if row.who == "memra" else "x--"
+        found.setdefault(label, (style, []))[1].append((row.bytes, 100 * row.share))
+    return [(label, style, sorted(points)) for label, (style, points) in found.items() if len(points) > 1]

@@ -55,7 +55,8 @@ class Target:
 
     def as_json(self, rows: dict[str, Row]) -> dict[str, Any]:
         value = self.value(rows)
-        return {**asdict(self), "value": value, "verdict": self.verdict(value)}
+        figures = {"figure": list(self.figure), "beside": self.beside and list(self.beside)}
+        return {**asdict(self), **figures, "value": value, "verdict": self.verdict(value)}
 
 
 def judged(rows: Sequence[Row], groups: Sequence[str]) -> list[dict[str, Any]]:
