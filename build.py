@@ -34,7 +34,7 @@ RUN = ["cuda.bindings", "numpy", "rich", "typer"]
 NEEDS = {
     "run": RUN,
     "bench": RUN,
-    "test": [*RUN, "gguf", "hypothesis", "pytest"],
+    "test": [*RUN, "gguf", "hypothesis", "pytest", "xdist"],
     "kernels": ["cuda.bindings"],
     "native": [],
 }
@@ -328,7 +328,7 @@ def test(args: List[str]) -> int:
         return pytest(args)
     devices = probe()["devices"]
     say(f"GPUs: {devices}" + ("" if devices else ", so the tests that need one are left out"))
-    statuses = [pytest(args)]
+    statuses = [pytest(["-n", "auto", *args])]  # a process per core; `-n0` among the arguments makes it one
     if devices:
         statuses.append(pytest(["--gpu", *args]))
     # 5 is pytest's "no test selected": arguments may well name tests of one of the two only.

@@ -222,9 +222,9 @@ def picture(path: Path, result: dict[str, Any]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(10, 5), dpi=120)
     lines = series(rows_of(result))
-    colours = pyplot.get_cmap("tab20").colors
+    colours = pyplot.get_cmap("tab20")
     for i, (label, style, points) in enumerate(lines):
-        colour = colours[i % len(colours)]
+        colour = colours(i % colours.N)
         axes.plot(*zip(*points, strict=True), style, label=label, color=colour, markersize=5, linewidth=1)
     axes.set_xscale("log")
     axes.set_ylim(0, 105)

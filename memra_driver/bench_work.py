@@ -22,6 +22,7 @@ RECURRENT = ("recur_step",) if FUSED else ("conv_update", "gdn_prep", "gdn_scan"
 ATTENTION = ("append_kv", "attend")
 REPEATABLE = {"attend", "gdn_prep"}  # the others run once a layer and step
 FILL_ROWS = 8192  # tokens that one append brings when a cache is filled
+HOST_LAYERS = 32  # calls in a row that a host time is of, at most
 SHARED_BYTES = 1 << 20  # rows of fewer bytes a call are shared by all: a projection has just made them
 
 
@@ -166,7 +167,7 @@ class Workload:
     def host_seconds(self, op: str, rows: int | None = None, call: Callable[[int], None] | None = None) -> float:
         """Host seconds of one eager call; `call` brings operands of its own."""
         rows = self.rows if rows is None else rows
-        call, layers, pos = call or self.calls(op, rows), self.layers(op), self.caches[0].pos
+        call, layers, pos = call or self.calls(op, rows), self.layers(op)[:HOST_LAYERS], self.caches[0].pos
 
         def turn() -> None:
             for il in layers:

@@ -29,7 +29,7 @@ def inventory() -> dict[str, Any]:
         "library": _library(missing),
         "gpu_results": _evidence(),
     }
-    for module, purpose in (("gguf", "GGUF files"), ("matplotlib", "plan --png")):
+    for module, purpose in (("gguf", "GGUF files"), ("matplotlib", "plan --png and bench --png")):
         if importlib.util.find_spec(module) is None:
             missing.append(f"{module}, for {purpose}: pip install {module}")
     found["missing"] = missing
