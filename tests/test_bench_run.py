@@ -48,6 +48,7 @@ def result(results: dict[str, Any], cuda: Any, monkeypatch: pytest.MonkeyPatch) 
         c_library_missing()
         monkeypatch.setattr(nvrtc, "compile_all", lambda archs: {})
         monkeypatch.setenv("MEMRA_COMMIT", "c0ffee")
+        monkeypatch.setattr(bench_peers, "installed", lambda: dict.fromkeys(bench_peers.PACKAGES.values()))
         results.update(bench.run(cuda, sizes=TINY, peers=True))
     return results
 
@@ -204,10 +205,12 @@ def test_a_cold_compile_is_timed_once_and_leaves_the_environment(
     folders: list[str] = []
 
     def compile_all(archs: list[str]) -> dict[Any, Any]:
-        folder = os.environ["MEMRA_CACHE_DIR"]
-        folders.append(folder)
+        folder = nvrtc.cache_dir()
+        assert folder is not None
+        folder.mkdir(exist_ok=True)
+        folders.append(str(folder))
         for source in nvrtc.sources():
-            (Path(folder) / f"{nvrtc.cache_key(source, archs[0])}.cubin").touch()
+            (folder / f"{nvrtc.cache_key(source, archs[0])}.cubin").touch()
         return {}
 
     monkeypatch.setenv("MEMRA_CACHE_DIR", str(tmp_path))
@@ -222,3 +225,8 @@ def test_a_cold_compile_is_timed_once_and_leaves_the_environment(
     assert folders[0] == str(tmp_path)
     assert folders[1] != str(tmp_path)
     assert os.environ["MEMRA_CACHE_DIR"] == str(tmp_path)
+    monkeypatch.delenv("MEMRA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bench_host.compile_kernels("sm_90", anew=False) is not None  # another folder, and nothing in it
+    assert bench_host.compile_kernels("sm_90", anew=True) is not None
+    assert "MEMRA_CACHE_DIR" not in os.environ
