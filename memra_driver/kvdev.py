@@ -6,6 +6,7 @@
     alloc_arena(n)     n zeroed bytes as one slice with `plane(offset, len, dtype)`
     copy_bytes, copy_many, clear_bytes    by address, in stream order
     launch(name, ...)  the kernel table
+    count_from(e, ptr) an i32 that another device knows, here
     mem_info()         (available, total) bytes
     ordinal            CUDA ordinal, -1 for host memory
 """

@@ -79,7 +79,7 @@ def test_the_example_for_nccl_runs_on_two_gpus(gpu_count: int, capsys: pytest.Ca
 
 
 def test_a_slice_is_what_nccl_takes_for_a_buffer(standin: StandIn) -> None:
-    buffer = pytest.importorskip("nccl.core.buffer", reason="nccl4py is not installed")
+    buffer = pytest.importorskip("nccl.core.buffer", reason="nccl4py is not installed", exc_type=ImportError)
     with CudaDev() as e, e.uninit(6) as floats, e.alloc_u8(5) as octets:
         for each, count in ((floats, 6), (floats.view(2, 5), 3), (octets, 5)):
             found = buffer.NcclBuffer(each)

@@ -5,7 +5,8 @@
 tests: `pytest --gpu` of the files that use two devices. runs: the main job on one GPU, on two stages, and on four
 stages of two GPUs, whose digests must be the same. places: where every buffer of such a cache lies, by the driver's
 word. memcheck: a session with planes of their own under compute-sanitizer. boundary: hidden-state rows beside a raw
-peer copy. The last lines are a table; the exit status is 1 where anything failed.
+peer copy. The last lines are a table; the exit status is 1 where anything failed. All but the last two run at once, so
+the times that the runs tell are none of a GPU of one's own.
 """
 
 from __future__ import annotations
