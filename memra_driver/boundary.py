@@ -61,7 +61,8 @@ class Boundary(Closing):
 
     `way` says how: "same", a copy on one device (two CudaDevs of one GPU, or two HostDevs, are one device here);
     "peer", a copy from GPU to GPU; "staged", over page-locked host memory, where the GPUs cannot reach each other. The
-    rows cross on the sender's stream and the host never waits; of staged ones the second half is on the receiver's.
+    rows cross on the sender's stream and the host never waits; of staged ones the second half is on the receiver's. For
+    "peer" the first context gets access to the second one's memory, and keeps it.
 
     In a capture of dev_a's or dev_b's a send or receive is recorded. A graph that sends and one that receives are
     launched in turn, the sender's first, with no eager rows under way; the n-th send or receive of a graph uses slot
