@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evidence import CLI, Line, keep, last_line, sanitized
+from evidence import CLI, Line, keep, last_line, sanitized, standin
 
 from memra_driver import driver, nvrtc
 from memra_driver.boundary import Boundary
@@ -219,6 +220,7 @@ def main() -> int:
         print("two.py needs two GPUs")
         return 2
     devices = [CudaDev(0), CudaDev(1)]
+    os.environ["MEMRA_CACHE_DIR"] = str(standin.cache_dir() / "nvrtc")  # where the tests keep kernels too
     nvrtc.compile_all([devices[0].context.arch])
     began = time.monotonic()
     files = [str(HERE.parent.parent / name) for name in FILES if (HERE.parent.parent / name).is_file()]
