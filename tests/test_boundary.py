@@ -292,6 +292,18 @@ def test_without_peer_access_rows_are_staged(make_dev: MakeDev, standin: StandIn
 
 
 @pytest.mark.standin
+@pytest.mark.parametrize("code", [driver.PEER_ACCESS_UNSUPPORTED, driver.TOO_MANY_PEERS])
+def test_rows_are_staged_where_peer_access_is_not_to_be_had_after_all(
+    make_dev: MakeDev, standin: StandIn, code: int
+) -> None:
+    a, b = make_dev("cuda", 0), make_dev("cuda", 1)
+    standin.fail("cuCtxEnablePeerAccess", 1, code)
+    with Boundary(a, b, HIDDEN, MAX_ROWS) as boundary:
+        assert boundary.way == "staged"
+    assert not standin.pending_failures()
+
+
+@pytest.mark.standin
 @pytest.mark.parametrize(
     "name", ["cuMemAlloc", "cuMemHostAlloc", "cuEventCreate", "cuMemAllocAsync", "cuCtxEnablePeerAccess"]
 )
@@ -384,6 +396,27 @@ def test_a_graph_sends_and_another_receives(
             graph.close()
 
 
+@pytest.mark.standin
+def test_graphs_are_ordered_both_ways_and_keep_their_boundary(gpus: Any, standin: StandIn) -> None:
+    """Launched in turn with nothing to wait for in between, and with nobody else who knows of the boundary."""
+    if gpus[0] is gpus[1]:
+        pytest.skip("one device: both ends are in one graph")
+    boundary = Boundary(*gpus, HIDDEN, MAX_ROWS)
+    sends, receives, rows, seen = recorded(boundary)
+    reached = pinned(boundary)
+    del boundary
+    gc.collect()
+    standin.clear_trace()
+    for _ in range(3):
+        sends.launch()
+        receives.launch()
+    assert races(standin.trace(), reached) == []
+    for sent, there in zip(rows, seen, strict=True):
+        assert arrived(there).tobytes() == arrived(sent).tobytes()
+    for graph in (sends, receives):
+        graph.close()
+
+
 def test_a_recorded_receive_needs_its_send_and_a_graph_has_two_of_each(gpus: Any) -> None:
     a, b = gpus
     if a is b:
@@ -414,10 +447,14 @@ def test_a_send_that_was_recorded_in_vain_is_none(gpus: Any) -> None:
     if a is b:
         pytest.skip("one device: both ends are in one graph")
     with Boundary(*gpus, HIDDEN, MAX_ROWS) as boundary:
-        rows = put(a, rows_of(0, 1))
-        with pytest.raises(KeyError), a.capture():
+        rows, too_many = put(a, rows_of(0, 1)), put(a, rows_of(0, MAX_ROWS + 1))
+
+        def send_and_fail() -> None:
             boundary.send(rows)
-            raise KeyError
+            boundary.send(too_many)
+
+        with pytest.raises(CapacityError), a.capture():
+            send_and_fail()
         with pytest.raises(StateError, match="record the send first"), b.capture():
             boundary.receive()
         with a.capture() as sends:
