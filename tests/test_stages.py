@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,6 +21,7 @@ from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import PRESETS, ModelConfig
 from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch, DriverError, UnsupportedError
+from memra_driver.kvdev import CudaDev
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
 
@@ -201,6 +203,7 @@ def test_a_count_reaches_each_device_once_and_nobody_waits(player: Player, stand
     trace = standin.trace()
     assert [call.name for call in trace if call.name in WAITS] == []
     assert not standin.calls("cuMemAlloc", "cuMemAllocAsync")
+    assert len(standin.calls("cuEventCreate")) == len(standin.calls("cuEventDestroy")) > 0
     assert races(trace) == []
     copies = [call for call in trace if call.name.startswith("cuMemcpy")]
     others = [e for e in cache.devices if e is not player.last]
@@ -209,6 +212,22 @@ def test_a_count_reaches_each_device_once_and_nobody_waits(player: Player, stand
     ] * 2
     for copy in copies:  # the device's own launches come behind its copy
         assert any(call.stream == copy.stream and call.kernel for call in trace[trace.index(copy) :])
+
+
+@pytest.mark.standin
+def test_the_room_for_a_count_goes_with_its_device(make_dev: MakeDev, standin: StandIn) -> None:
+    with CudaDev(0), CudaDev(1):  # what nobody frees would go with the contexts otherwise
+        before = standin.live_count()
+        devices = [make_dev("cuda", 0), make_dev("cuda", 1)]
+        with placed(devices, (0, 4, 9), TINY) as cache:
+            feed = Feed(cache)
+            with Round(cache, devices[0], width=4) as r, devices[1].htod_i32([1]) as count:
+                feed.step(2, advance=False)
+                r.commit_from_device(count)
+        for e in devices:
+            e.close()
+        gc.collect()
+        assert standin.live_count() == before
 
 
 @pytest.mark.standin
@@ -295,6 +314,8 @@ def test_a_count_that_does_not_arrive_leaves_the_round_open(player: Player, stan
             r.commit_from_device(count)
         standin.clear_failures()
         assert not [call for call in standin.trace() if call.kernel]
+        made = [call for call in standin.calls("cuEventCreate") if not call.code]
+        assert len(made) == len(standin.calls("cuEventDestroy"))
         assert (player.cache.state, player.cache.step_rows) == (CacheState.READY, 3)
         r.commit(2)
     player.tokens += draft(3, 2)[:2]
