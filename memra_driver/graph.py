@@ -245,8 +245,8 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
         driver.stream_begin_capture(e.stream.handle)
         try:
             yield graph
-            for end in graph.at_end:
-                end()
+            while graph.at_end:
+                graph.at_end.pop()()
             e.context.bind_alive()  # the block may have worked on another device
             made = driver.stream_end_capture(e.stream.handle)
         except BaseException:

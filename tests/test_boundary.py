@@ -453,10 +453,11 @@ def test_a_send_that_was_recorded_in_vain_is_none(gpus: Any) -> None:
             boundary.send(rows)
             boundary.send(too_many)
 
-        with pytest.raises(CapacityError), a.capture():
+        with pytest.raises(CapacityError), a.capture() as given_up:
             send_and_fail()
         with pytest.raises(StateError, match="record the send first"), b.capture():
             boundary.receive()
+        assert given_up.is_closed
         with a.capture() as sends:
             boundary.send(rows)
         with b.capture() as receives:
