@@ -335,7 +335,7 @@ class CachePlan:
         recurrent = ssm is not None and any(self.has_state(il) for il in range(cfg.n_layer))
         if ssm is not None and recurrent and ssm.state_size not in SCAN_STATE_SIZES:
             sizes = list(SCAN_STATE_SIZES)
-            problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
+            problems.append(f"gdn_prep, gdn_scan and recur_step: state_size {ssm.state_size} has no kernel; there are {sizes}")
         for il in range(cfg.n_layer):
             if self.kv_source(il) is None:
                 continue
