@@ -12,10 +12,11 @@
 #define MEMRA_TAPS 8  // of the longest convolution
 
 // SiLU of one sum of the convolution. window and weight end with the newest input; taps below `skip` do not exist.
-__device__ inline float memra_convolve(const float* window, const float (&weight)[MEMRA_TAPS], int skip) {
+template <int TAPS>
+__device__ inline float memra_convolve(const float (&window)[TAPS], const float (&weight)[TAPS], int skip) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < MEMRA_TAPS; i++) sum = i >= skip ? __fmaf_rn(window[i], weight[i], sum) : sum;
+    for (int i = 0; i < TAPS; i++) sum = i >= skip ? __fmaf_rn(window[i], weight[i], sum) : sum;
     return __fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum)));
 }
 

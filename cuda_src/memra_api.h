@@ -395,7 +395,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *
  * An entry's parameters are those of its function behind `device`: uint64_t is a pointer, int64_t a long long.
  * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs
- * 1 without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, a // b down.
+ * 1 without one. A grid is one-dimensional but for recur_step's; one of no blocks is not launched. a / b rounds up here,
+ * a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
  *   append_kv          n_seqs * rows * ((kv_dim_k + kv_dim_v) // 32) / 8                      256       0
@@ -404,7 +405,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   conv_ring_rebuild  conv_dim / 128                                                         128       0
  *   gdn_prep           n_seqs * rows * num_v                                                  32 x 4    0
  *   gdn_scan           n_seqs * num_v * (state_size // 32)                                    32 x 4    0
- *   recur_step_N       n_seqs * num_k * blocks                                                256       D
+ *   recur_step_N       (blocks, num_k, n_seqs)                                                256       D
  *   set_counters       1                                                                      128       0
  *   commit_counters    1                                                                      128       0
  *   advance_batch      n_seqs / 128                                                           128       0

@@ -15,6 +15,7 @@ enum {
     RECUR_COLUMNS = 512,               /* of the states that read one key head, which a block takes at a time */
     RECUR_BLOCKS = 132,                /* that recur_step is to have, where there are enough columns */
     RECUR_TICKETS = 4096,              /* key heads that several blocks of one launch may share */
+    RECUR_MOST = 65535,                /* sequences, and key heads: what the second and the third dimension of a grid have */
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
@@ -89,6 +90,7 @@ typedef struct launch_shape {
     int64_t blocks;
     unsigned x, y;  /* threads of a block */
     unsigned shared_bytes;
+    unsigned grid_y, grid_z;  /* 0: the grid is a line */
 } launch_shape;
 
 static int launch(memra_device *device, enum memra_kernel k, launch_shape shape, void **params) {
@@ -100,17 +102,18 @@ static int launch(memra_device *device, enum memra_kernel k, launch_shape shape,
         return memra_fail(MEMRA_ERR_CAPACITY, "%s: more blocks than a grid has, %d; launch fewer rows", name,
                           INT32_MAX);
     if (!shape.blocks) return MEMRA_OK;
+    const unsigned y = shape.grid_y ? shape.grid_y : 1, z = shape.grid_z ? shape.grid_z : 1;
     const unsigned blocks = (unsigned)shape.blocks;
-    const CUresult code = memra_cu.cuLaunchKernel(device->kernels[k], blocks, 1, 1, shape.x, shape.y, 1,
+    const CUresult code = memra_cu.cuLaunchKernel(device->kernels[k], blocks, y, z, shape.x, shape.y, 1,
                                                   shape.shared_bytes, device->stream, params, NULL);
     if (!code) return MEMRA_OK;
     char call[128];
-    snprintf(call, sizeof call, "cuLaunchKernel(%s, grid (%u, 1, 1), block (%u, %u, 1))", name, blocks, shape.x,
+    snprintf(call, sizeof call, "cuLaunchKernel(%s, grid (%u, %u, %u), block (%u, %u, 1))", name, blocks, y, z, shape.x,
              shape.y);
     return memra_fail_driver(call, code);
 }
 
-#define LINE(blocks, threads) ((launch_shape){blocks, threads, 1, 0})
+#define LINE(blocks, threads) ((launch_shape){blocks, threads, 1, 0, 0, 0})
 #define LAUNCH(k, shape, ...) return launch(device, k, shape, (void *[]){__VA_ARGS__})
 
 /* ---- One function a kernel, parameters and all in the order of memra_api.h ---- */
@@ -156,7 +159,7 @@ int memra_launch_gdn_prep(
     uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,
     int32_t num_k, int32_t num_v, int32_t state_size, float eps, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const launch_shape blocks_of_heads = {times(times(n_seqs, rows), num_v), 32, 4, 0};
+    const launch_shape blocks_of_heads = {times(times(n_seqs, rows), num_v), 32, 4, 0, 0, 0};
     LAUNCH(MEMRA_K_GDN_PREP, blocks_of_heads, &conv_out, &alpha, &beta_raw, &dt_bias, &a, &q, &k, &v, &g_log, &beta,
            &pos_d, &slot, &rows, &num_k, &num_v, &state_size, &eps, &seqs, &n_seqs, &health, &layer);
 }
@@ -165,7 +168,7 @@ int memra_launch_gdn_scan(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
     uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
     int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
-    const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_COLUMNS), 32, 4, 0};
+    const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_COLUMNS), 32, 4, 0, 0, 0};
     LAUNCH(MEMRA_K_GDN_SCAN, blocks_of_columns, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
            &accept_d, &rows, &num_v, &state_size, &scale, &seqs, &n_seqs, &health, &layer);
 }
@@ -215,8 +218,11 @@ int memra_launch_recur_step(
     const int64_t stage = (int64_t)(rows < RECUR_ROWS ? rows : RECUR_ROWS) * (2 * state_size + columns);
     const int64_t gates = 2 * RECUR_ROWS * (columns < state_size ? 1 : columns / state_size);
     const int64_t rings = blocks > 1 ? 2 * state_size * (d_conv - 1) : 0;
-    const launch_shape shape = {
-        rows < 0 ? -1 : times(times(n_seqs, num_k), blocks), 256, 1, (unsigned)(4 * (stage + gates + rings))};
+    if (n_seqs > RECUR_MOST || num_k > RECUR_MOST)
+        return memra_fail(
+            MEMRA_ERR_CAPACITY, "recur_step: %d sequences, %d key heads; at most %d of each", n_seqs, num_k, RECUR_MOST);
+    const launch_shape shape = {rows < 0 || n_seqs < 0 ? -1 : n_seqs ? blocks : 0, 256, 1,
+                                (unsigned)(4 * (stage + gates + rings)), (unsigned)num_k, (unsigned)n_seqs};
     LAUNCH(k, shape, &x, &w, &alpha, &beta_raw, &dt_bias, &a, &conv_state, &state_in, &state_out, &out, &tape, &pos_d,
            &slot, &rows, &d_conv, &num_k, &num_v, &state_size, &columns, &blocks, &eps, &scale, &seqs, &n_seqs,
            &health, &layer);
@@ -285,7 +291,7 @@ int memra_launch_attend(
     const int64_t columns = is_wide ? ATTEND_WIDE : ATTEND_NARROW;
     const int64_t blocks = times(times(n_seqs, parts(n_columns, columns)), times(n_head_kv, ATTEND_GROUPS));
     const unsigned shared_bytes = (unsigned)attend_shared_bytes(columns, head_dim_k, head_dim_v);
-    const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes};
+    const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes, 0, 0};
     LAUNCH(is_wide ? entries[e].wide : entries[e].narrow, blocks_of_groups, &q, &k, &v, &pos_d, &slot, &rows, &max_ctx,
            &n_head, &n_head_kv, &head_dim_k, &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale,
            &window, &part, &seqs, &n_seqs, &health, &layer);

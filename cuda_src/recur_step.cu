@@ -27,7 +27,7 @@ struct Step {
     bool is_first, rolls;      // .. this is the first of them; the rings are to be rolled
     int begin, end;            // its columns: those of value head key_head, then of key_head + num_k, ..
     float* stage;              // shared (ROWS, 2 state_size + columns): q, k, v
-    float *g_log, *beta;       // shared (heads of `columns`, ROWS)
+    float *decay, *beta;       // shared (heads of `columns`, ROWS): exp(g_log), beta
     float* kept;               // shared (2 state_size, d_conv - 1): the new rings of a key head with several blocks
 };
 
@@ -36,72 +36,69 @@ static __device__ __noinline__ void report(memra_health* health, int layer, cons
     memra_report(health, MEMRA_FAULT_NONFINITE, layer, memra_slot(pos_d, 0) + slot, (unsigned)count);
 }
 
-struct Channel {  // what a thread convolves; the window ends with the newest input
-    float window[MEMRA_TAPS], weight[MEMRA_TAPS], newest;
-};
-
-template <int R>  // state_size / 32
+template <int R, int TAPS>  // R: state_size / 32. TAPS: d_conv, or MEMRA_TAPS for any
 struct Block {
     static constexpr int SIZE = R * 32, KEYS = 2 * SIZE;  // KEYS: the q and the k channels of a key head
+
+    struct Channel {  // what a thread convolves; the window ends with the newest input
+        float window[TAPS], weight[TAPS], newest;
+    };
 
     __device__ static inline int value_head(const Step& p, int column) { return p.key_head + column / SIZE * p.num_k; }
     __device__ static inline int conv_dim(const Step& p) { return (2 * p.num_k + p.num_v) * SIZE; }
     __device__ static inline int stride(const Step& p) { return KEYS + p.columns; }
+    __device__ static inline int d_conv(const Step& p) { return TAPS < MEMRA_TAPS ? TAPS : p.d_conv; }
 
     // The channel of element u of the stage, whose columns begin at `first`.
     __device__ static inline int channel(const Step& p, int u, int first) {
-        if (u < KEYS) return (u / SIZE * p.num_k + p.key_head) * SIZE + u % SIZE;
-        return (2 * p.num_k + value_head(p, first + u - KEYS)) * SIZE + (first + u - KEYS) % SIZE;
+        const int column = first + u - KEYS;
+        return u < KEYS ? (u / SIZE * p.num_k + p.key_head) * SIZE + u % SIZE
+                        : (2 * p.num_k + value_head(p, column)) * SIZE + column % SIZE;
     }
 
     // Where a column's element of a row stands in an operand or an output (rows, num_v, SIZE).
     __device__ static inline long long vector(const Step& p, int row, int column) {
-        return ((long long)row * p.num_v + value_head(p, column)) * SIZE + column % SIZE;
+        return (long long)(row * p.num_v + value_head(p, column)) * SIZE + column % SIZE;
     }
 
-    __device__ static inline void load(const Step& p, Channel& ch, int u, int first, int start) {
-        const int c = channel(p, u, first), skip = MEMRA_TAPS - p.d_conv;
-        const float *ring = p.ring + (long long)c * (p.d_conv - 1), *x = row_of_x(p, start) + c;
-        ch.newest = x[0];
-        const bool whole = p.d_conv == 4 && ((unsigned long long)p.w & 15) == 0;
-        if (whole) {  // by far the most common
-            const float4 w = *(const float4*)(p.w + 4LL * c);
-            ch.weight[0] = ch.weight[1] = ch.weight[2] = ch.weight[3] = 0.0f;
-            ch.weight[4] = w.x, ch.weight[5] = w.y, ch.weight[6] = w.z, ch.weight[7] = w.w;
-        }
+    __device__ static inline void load(const Step& p, Channel& ch, int c, int start) {
+        const int skip = TAPS - d_conv(p);
+        const float *ring = p.ring + (long long)c * (d_conv(p) - 1), *w = p.w + (long long)c * d_conv(p);
+        const float* x = row_of_x(p, start) + c;
 #pragma unroll
-        for (int i = 0; i < MEMRA_TAPS; i++) {
-            if (!whole) ch.weight[i] = i < skip ? 0.0f : p.w[(long long)c * p.d_conv + i - skip];
-            if (i == MEMRA_TAPS - 1) continue;  // the newest; the others stand one place on, for the first row to move them
-            ch.window[i + 1] = i < skip ? 0.0f : start ? x[(long long)(i - MEMRA_TAPS + 1) * conv_dim(p)] : memra_read(ring + i - skip);
+        for (int i = 0; i < TAPS; i++) {
+            ch.weight[i] = i < skip ? 0.0f : w[i - skip];
+            if (i == TAPS - 1) continue;  // the newest; the others stand one place on, for the first row to move them
+            ch.window[i + 1] = i < skip ? 0.0f : start ? x[(long long)(i - TAPS + 1) * conv_dim(p)] : memra_read(ring + i - skip);
         }
+        ch.newest = x[0];
     }
 
-    // Element u of the stage in `count` rows; the whole warp calls it.
-    __device__ static inline void convolve(const Step& p, Channel& ch, int u, int first, int start, int count) {
-        const float* x = row_of_x(p, start) + channel(p, u, first);
+    // Element u of the stage, channel c, in `count` rows; the whole warp calls it.
+    __device__ static inline void convolve(const Step& p, Channel& ch, int u, int c, int start, int count) {
+        const float* x = row_of_x(p, start) + c;
         unsigned bad_in = 0, bad_out = 0;  // bit t: row t is not finite
 #pragma unroll 1
         for (int t = 0; t < count; t++) {
 #pragma unroll
-            for (int i = 0; i < MEMRA_TAPS - 1; i++) ch.window[i] = ch.window[i + 1];
-            ch.window[MEMRA_TAPS - 1] = ch.newest;
+            for (int i = 0; i < TAPS - 1; i++) ch.window[i] = ch.window[i + 1];
+            ch.window[TAPS - 1] = ch.newest;
             bad_in |= (memra_finite(ch.newest) ? 0u : 1u) << t;
             if (t + 1 < count) ch.newest = x[(long long)(t + 1) * conv_dim(p)];
-            const float y = memra_convolve(ch.window, ch.weight, MEMRA_TAPS - p.d_conv);
+            const float y = memra_convolve(ch.window, ch.weight, TAPS - d_conv(p));
             stage(p, t)[u] = y;
             bad_out |= (memra_finite(y) ? 0u : 1u) << t;
         }
         if (start + count == p.rows && p.rolls) {  // what stands in the window now is the new ring
-            const bool is_shared = u < KEYS && p.sharers > 1;
-            float* ring = is_shared ? p.kept + u * (p.d_conv - 1) : p.ring + (long long)channel(p, u, first) * (p.d_conv - 1);
+            const int pad = d_conv(p) - 1;
+            float *ring = p.ring + (long long)c * pad, *kept = p.kept + u * pad;
 #pragma unroll
-            for (int i = 0; i < MEMRA_TAPS - 1; i++) {
-                if (i < MEMRA_TAPS - p.d_conv) continue;
-                if (is_shared) {
-                    ring[i - MEMRA_TAPS + p.d_conv] = ch.window[i + 1];
+            for (int i = 0; i < TAPS - 1; i++) {
+                if (i < TAPS - 1 - pad) continue;
+                if (u < KEYS && p.sharers > 1) {
+                    kept[i - TAPS + 1 + pad] = ch.window[i + 1];
                 } else {
-                    memra_write(ring + i - MEMRA_TAPS + p.d_conv, ch.window[i + 1]);
+                    memra_write(ring + i - TAPS + 1 + pad, ch.window[i + 1]);
                 }
             }
         }
@@ -117,7 +114,11 @@ struct Block {
     __device__ static inline const float* row_of_x(const Step& p, int row) { return p.x + (long long)row * conv_dim(p); }
     __device__ static inline float* stage(const Step& p, int t) { return p.stage + t * stride(p); }
 
-    // Copies to the tape what begins in columns first .. last - 1: x, then q, k, v, g_log and beta of all rows.
+    __device__ static inline float* gates_on_tape(const Step& p) {  // behind x, q, k and v
+        return p.tape + (long long)p.rows * (conv_dim(p) + 3 * p.num_v * SIZE);
+    }
+
+    // Copies to the tape what begins in columns first .. last - 1: x, then q, k, v and beta of all rows.
     __device__ static inline void keep(const Step& p, int first, int last, int start, int count, bool with_keys) {
         const int n = KEYS + last - first, dim = conv_dim(p);
         const long long gates = (long long)p.rows * p.num_v, vectors = gates * SIZE;
@@ -131,7 +132,6 @@ struct Block {
             if (u < KEYS || column % SIZE) continue;
             const int h = column / SIZE - first / SIZE;
             const long long gate = (long long)row * p.num_v + value_head(p, column);
-            operands[3 * vectors + gate] = p.g_log[h * ROWS + t];
             operands[3 * vectors + gates + gate] = p.beta[h * ROWS + t];
 #pragma unroll 1
             for (int e = 0; e < SIZE; e++) {
@@ -158,8 +158,8 @@ struct Block {
             const float* row = stage(p, t);
             auto query = [&](int r) { return *(const float4*)(row + r * 32 + 4 * lane); };
             auto key = [&](int r) { return *(const float4*)(row + SIZE + r * 32 + 4 * lane); };
-            const float g = expf(p.g_log[h * ROWS + t]);
-            const float4 sum = memra_delta_row<R>(s, key, query, g, p.beta[h * ROWS + t], row[KEYS + column - first], lane);
+            const float4 sum = memra_delta_row<R>(
+                s, key, query, p.decay[h * ROWS + t], p.beta[h * ROWS + t], row[KEYS + column - first], lane);
             const float total = memra_column_sum(sum, lane);
             if (lane == 0) p.out[vector(p, start + t, column)] = __fmul_rn(total, p.scale);
         }
@@ -171,37 +171,43 @@ struct Block {
     __device__ static inline void pass(
             const Step& p, int first, int last, int start, int count, bool with_keys, unsigned& ticket) {
         const int tid = (int)threadIdx.x, warp = tid / 32, groups = (last - first) / 4;  // of four columns
+        const int end = KEYS + last - first, begin = tid + (with_keys ? 0 : KEYS);
         const float* source = start ? p.state_out : p.state_in;
         auto column_of = [&](int group) { return first + 4 * group + tid % 32 / 8; };
         const int gate = THREADS - 1 - tid, column = first + gate / ROWS * SIZE, row = start + gate % ROWS;
         const bool has_gate = column < last && gate % ROWS < count;
         const int head = value_head(p, column);
-        const float step = has_gate ? p.alpha[(long long)row * p.num_v + head] : 0.0f;
-        const float raw = has_gate ? p.beta_raw[(long long)row * p.num_v + head] : 0.0f;
-        const float bias = has_gate ? p.dt_bias[head] : 0.0f, factor = has_gate ? p.a[head] : 0.0f;
-
+        float step = 0.0f, raw = 0.0f, bias = 0.0f, factor = 0.0f;
         float4 s[R], next[R];  // a warp has asked for two groups at a time
-        const int end = KEYS + last - first, begin = tid + (with_keys ? 0 : KEYS);
-#pragma unroll 1
-        for (int t = 1; t < count; t++) {
-            if (begin < end) memra_prefetch(row_of_x(p, start + t) + channel(p, begin, first));
-        }
 #pragma unroll 1
         for (int u = begin; u - tid < end; u += 2 * THREADS) {
             Channel ch, other;  // asked for before the states, which would keep them waiting
-            if (u < end) load(p, ch, u, first, start);
-            if (u + THREADS < end) load(p, other, u + THREADS, first, start);
-            if (u == begin && warp < groups) load(p, s, source, column_of(warp));
-            if (u == begin && warp + WARPS < groups) load(p, next, source, column_of(warp + WARPS));
-            if (u < end) convolve(p, ch, u, first, start, count);
-            if (u + THREADS < end) convolve(p, other, u + THREADS, first, start, count);
+            const int c = channel(p, u, first), d = channel(p, u + THREADS, first);
+            if (u < end) load(p, ch, c, start);
+            if (u + THREADS < end) load(p, other, d, start);
+            if (u == begin) {
+                if (has_gate) {
+                    step = p.alpha[(long long)row * p.num_v + head], raw = p.beta_raw[(long long)row * p.num_v + head];
+                    bias = p.dt_bias[head], factor = p.a[head];
+                }
+#pragma unroll 1
+                for (int t = 1; t < count; t++) memra_prefetch(row_of_x(p, start + t) + c);
+                if (warp < groups) load(p, s, source, column_of(warp));
+                if (warp + WARPS < groups) load(p, next, source, column_of(warp + WARPS));
+            }
+            if (u < end) convolve(p, ch, u, c, start, count);
+            if (u + THREADS < end) convolve(p, other, u + THREADS, d, start, count);
         }
         if (has_gate) {
-            p.g_log[gate] = __fmul_rn(factor, memra_softplus(__fadd_rn(step, bias)));
+            const float g_log = __fmul_rn(factor, memra_softplus(__fadd_rn(step, bias)));
+            p.decay[gate] = expf(g_log);
             p.beta[gate] = memra_sigmoid(raw);
-            const bool bad_step = !memra_finite(step) || !memra_finite(bias) || !memra_finite(factor);
-            const int bad = (bad_step ? 1 : 0) + (memra_finite(raw) ? 0 : 1);
-            if (bad && column % SIZE == 0) report(p.health, p.layer, p.pos_d, p.slot + row, bad);  // once a head
+            if (column % SIZE == 0) {  // once a head
+                const bool bad_step = !memra_finite(step) || !memra_finite(bias) || !memra_finite(factor);
+                const int bad = (bad_step ? 1 : 0) + (memra_finite(raw) ? 0 : 1);
+                if (bad) report(p.health, p.layer, p.pos_d, p.slot + row, bad);
+                if (p.tape) gates_on_tape(p)[(long long)row * p.num_v + head] = g_log;
+            }
         }
         __syncthreads();
         if (with_keys) {
@@ -244,7 +250,7 @@ struct Block {
         if (!*is_last) return;
 #pragma unroll 1
         for (int u = (int)threadIdx.x; u < KEYS; u += THREADS) {
-            const int c = channel(p, u, p.begin), pad = p.d_conv - 1;
+            const int c = channel(p, u, p.begin), pad = d_conv(p) - 1;
 #pragma unroll 1
             for (int j = 0; j < pad; j++) memra_write(p.ring + (long long)c * pad + j, p.kept[u * pad + j]);
         }
@@ -256,44 +262,49 @@ struct Block {
 // `blocks` blocks share a key head and have `columns` columns each, at most 512, which divides state_size into multiples
 // of 32 or is a multiple of it; one block takes all columns, `columns` at a time. No result depends on the two.
 // tape not null: x and what conv_update and gdn_prep make of it are copied there for a commit, and the ring stays.
+// Any d_conv. Not inlined, so that it takes no registers from the common case, 4.
 template <int R>
-static __device__ inline void recur_step(Step p, float* shared, int* is_last, int blocks, const memra_seq* seqs, int n_seqs) {
-    const int part = (int)(blockIdx.x % (unsigned)blocks), key = (int)(blockIdx.x / (unsigned)blocks);
-    const int seq = n_seqs == 1 ? 0 : key / p.num_k;
-    if (seq >= n_seqs) return;
+static __device__ __noinline__ void run_any(const Step& p, int* is_last) {
+    Block<R, MEMRA_TAPS>::run(p, is_last);
+}
+
+template <int R>
+static __device__ inline void recur_step(Step p, float* shared, int* is_last, int blocks, const memra_seq* seqs) {
+    const int part = blockIdx.x, seq = blockIdx.z, SIZE = R * 32;
+    p.key_head = blockIdx.y;
+    p.key_of_all = seq * p.num_k + p.key_head;
     if (seqs) {
         p.ring = (float*)seqs[seq].conv_state;
         p.state_in = p.state_out = (float*)seqs[seq].ssm_state;
         p.pos_d = (const int*)seqs[seq].pos_d;
         p.health = (memra_health*)seqs[seq].health;
     }
-    p.key_of_all = key;
-    p.key_head = key - seq * p.num_k;
-    p.slot = p.pos_d ? 0 : p.slot;
-    const int tiled = p.num_v / p.num_k, more = p.num_v - tiled * p.num_k;
-    p.end = (tiled + (p.key_head < more ? 1 : 0)) * R * 32;
-    if (blocks > 1 && key < TICKETS) {
-        p.sharers = more ? max(1, min(blocks, (p.end + p.columns - 1) / p.columns)) : blocks;
-        p.begin = part * p.columns;
-        p.end = min(p.end, p.begin + p.columns);
-    } else {
-        p.sharers = 1;
-        p.begin = 0;
-    }
-    if (part >= p.sharers) return;
-    p.is_first = part == 0;
+    if (p.pos_d) p.slot = 0;  // it is added where a fault is reported
     p.rolls = !p.tape && p.d_conv > 1;
+    p.is_first = part == 0;
+    // Not all blocks have columns where num_k does not divide num_v.
+    p.sharers = p.key_of_all < TICKETS ? blocks : 1;
+    while (p.sharers > 1 && p.key_head + (p.sharers - 1) * p.columns / SIZE * p.num_k >= p.num_v) p.sharers--;
+    if (part >= p.sharers) return;
+    p.begin = p.end = part * p.columns;
+    const int most = p.sharers > 1 ? p.begin + p.columns : 0x7FFFFFFF, width = p.columns < SIZE && blocks > 1 ? p.columns : SIZE;
+    while (p.end < most && p.key_head + p.end / SIZE * p.num_k < p.num_v) p.end += width;
     if (!p.rolls) p.sharers = 1;
     const long long row = (long long)seq * p.rows;
-    p.x += row * Block<R>::conv_dim(p);
+    p.x += row * (2 * p.num_k + p.num_v) * SIZE;
     p.alpha += row * p.num_v;
     p.beta_raw += row * p.num_v;
-    p.out += row * p.num_v * Block<R>::SIZE;
+    p.out += row * p.num_v * SIZE;
     p.stage = shared;
-    p.g_log = shared + min(p.rows, ROWS) * Block<R>::stride(p);
-    p.beta = p.g_log + max(1, p.columns / (R * 32)) * ROWS;
-    p.kept = p.beta + max(1, p.columns / (R * 32)) * ROWS;
-    Block<R>::run(p, is_last);
+    p.decay = shared + min(p.rows, ROWS) * (2 * SIZE + p.columns);
+    p.beta = p.decay + max(1, p.columns / SIZE) * ROWS;
+    p.kept = p.beta + max(1, p.columns / SIZE) * ROWS;
+    if (p.d_conv == 4) {
+        Block<R, 4>::run(p, is_last);
+    } else {
+        const Step copy = p;  // its address is taken, and p is to stay in registers
+        run_any<R>(copy, is_last);
+    }
 }
 
 #define RECUR_STEP(name, R)                                                                                            \
@@ -307,7 +318,7 @@ static __device__ inline void recur_step(Step p, float* shared, int* is_last, in
         if (state_size != R * 32) return;                                                                              \
         Step p = {x, w, alpha, beta_raw, dt_bias, a, state_in, conv_state, state_out, out, tape, pos_d, slot, rows,    \
                   d_conv, num_k, num_v, columns, layer, eps, scale, health};                                           \
-        recur_step<R>(p, shared, &is_last, blocks, seqs, n_seqs);                                                      \
+        if ((int)blockIdx.z < n_seqs) recur_step<R>(p, shared, &is_last, blocks, seqs);                                \
     }                                                                                                                  \
     MEMRA_EXPORT(name)
 

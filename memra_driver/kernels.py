@@ -91,7 +91,7 @@ def _recur_shape(a: dict[str, Any]) -> Shape:
     stage = min(a["rows"], RECUR_ROWS) * (2 * a["state_size"] + a["columns"])
     gates = 2 * RECUR_ROWS * max(1, a["columns"] // a["state_size"])
     rings = 2 * a["state_size"] * (a["d_conv"] - 1) if a["blocks"] > 1 else 0
-    return (a["n_seqs"] * a["num_k"] * a["blocks"], 1, 1), (256, 1, 1), 4 * (stage + gates + rings)
+    return (a["blocks"], a["num_k"], a["n_seqs"]), (256, 1, 1), 4 * (stage + gates + rings)
 
 
 def _line(blocks: int, threads: int) -> Shape:
