@@ -39,6 +39,7 @@ static __device__ __noinline__ void report(memra_health* health, int layer, cons
 template <int R, int TAPS>  // R: state_size / 32. TAPS: d_conv, or MEMRA_TAPS for any
 struct Block {
     static constexpr int SIZE = R * 32, KEYS = 2 * SIZE;  // KEYS: the q and the k channels of a key head
+    static constexpr int AHEAD = R < 8 ? 3 : 1;           // groups of four columns that a warp has asked for at a time
 
     struct Channel {  // what a thread convolves; the window ends with the newest input
         float window[TAPS], weight[TAPS], newest;
@@ -178,7 +179,7 @@ struct Block {
         const bool has_gate = column < last && gate % ROWS < count;
         const int head = value_head(p, column);
         float step = 0.0f, raw = 0.0f, bias = 0.0f, factor = 0.0f;
-        float4 s[R], next[R];  // a warp has asked for two groups at a time
+        float4 s[AHEAD][R];
 #pragma unroll 1
         for (int u = begin; u - tid < end; u += 2 * THREADS) {
             Channel ch, other;  // asked for before the states, which would keep them waiting
@@ -192,8 +193,10 @@ struct Block {
                 }
 #pragma unroll 1
                 for (int t = 1; t < count; t++) memra_prefetch(row_of_x(p, start + t) + c);
-                if (warp < groups) load(p, s, source, column_of(warp));
-                if (warp + WARPS < groups) load(p, next, source, column_of(warp + WARPS));
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++) {
+                    if (warp + i * WARPS < groups) load(p, s[i], source, column_of(warp + i * WARPS));
+                }
             }
             if (u < end) convolve(p, ch, u, c, start, count);
             if (u + THREADS < end) convolve(p, other, u + THREADS, d, start, count);
@@ -224,12 +227,14 @@ struct Block {
         }
         if (p.tape) keep(p, first, last, start, count, with_keys);
 #pragma unroll 1
-        for (int group = warp; group < groups; group += 2 * WARPS) {
-            scan(p, s, column_of(group), first, start, count);
-            if (group + 2 * WARPS < groups) load(p, s, source, column_of(group + 2 * WARPS));
-            if (group + WARPS >= groups) break;
-            scan(p, next, column_of(group + WARPS), first, start, count);
-            if (group + 3 * WARPS < groups) load(p, next, source, column_of(group + 3 * WARPS));
+        for (int base = warp; base < groups; base += AHEAD * WARPS) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int group = base + i * WARPS, later = group + AHEAD * WARPS;
+                if (group >= groups) break;
+                scan(p, s[i], column_of(group), first, start, count);
+                if (later < groups) load(p, s[i], source, column_of(later));
+            }
         }
     }
 
