@@ -130,7 +130,8 @@ __device__ inline float memra_read(const float* at) {
 __device__ inline float4 memra_read4(const float* at) {  // at a multiple of 16 bytes
 #if MEMRA_PTX
     float4 x;
-    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
     return x;
 #else
     return *(const float4*)at;
@@ -147,7 +148,8 @@ __device__ inline void memra_write(float* at, float x) {
 
 __device__ inline void memra_write4(float* at, float4 x) {
 #if MEMRA_PTX
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" : : "l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 : : "l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 #else
     *(float4*)at = x;
 #endif

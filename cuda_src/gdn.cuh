@@ -2,8 +2,8 @@
 //
 // conv.cu, gdn_prep.cu and gdn_scan.cu run it step by step, recur_step.cu in one launch, with the same bits.
 //
-// In the delta rule eight lanes share a column of a state: lane a of them holds rows 32 r + 4 a .. + 3 as s[r]. Its four
-// sums over r are those of lanes 4 a .. 4 a + 3 of a warp that owns one column, lane l rows l, l + 32, ..; and
+// In the delta rule eight lanes share a column of a state: lane a of them holds rows 32 r + 4 a .. + 3 as s[r]. Its
+// four sums over r are those of lanes 4 a .. 4 a + 3 of a warp that owns one column, lane l rows l, l + 32, ..; and
 // memra_column_sum adds them in the order of that warp, 16, 8, 4, 2 and 1 lanes apart.
 #pragma once
 
@@ -62,7 +62,8 @@ __device__ inline float memra_column_sum(float4 sum, int lane) {
     return __fadd_rn(total, __shfl_xor_sync(MEMRA_ALL_LANES, total, 2));   // 1 apart
 }
 
-// One row of the delta rule on a column: kv = S k; dl = beta (v - g kv); S = g S + dl k^T. Returns this lane's part of S q.
+// One row of the delta rule on a column: kv = S k; dl = beta (v - g kv); S = g S + dl k^T. Returns the lane's part of
+// S q.
 // key(r), query(r): elements 32 r + 4 lane .. + 3 of k and of q.
 template <int R, class Key, class Query>  // R: state_size / 32
 __device__ inline float4 memra_delta_row(float4 (&s)[R], Key key, Query query, float g, float beta, float v, int lane) {
@@ -74,7 +75,8 @@ __device__ inline float4 memra_delta_row(float4 (&s)[R], Key key, Query query, f
 #pragma unroll
     for (int r = 0; r < R; r++) {
         const float4 k = key(r);
-        const float4 update = make_float4(__fmul_rn(k.x, dl), __fmul_rn(k.y, dl), __fmul_rn(k.z, dl), __fmul_rn(k.w, dl));
+        const float4 update =
+            make_float4(__fmul_rn(k.x, dl), __fmul_rn(k.y, dl), __fmul_rn(k.z, dl), __fmul_rn(k.w, dl));
         s[r] = memra_fma4(decay, s[r], update);
         sum = memra_fma4(s[r], query(r), sum);
     }

@@ -111,7 +111,8 @@ static __device__ inline void scan(const Scan& p) {
     const int first = (int)(blockIdx.x % R) * COLUMNS + (int)threadIdx.y * (COLUMNS / WARPS);
 #pragma unroll
     for (int i = 0; i < COLUMNS / WARPS; i += 4 * G) {
-        scan_columns<R, G>(p, in_place ? in_place : p.state_in, in_place ? in_place : p.state_out, seq, head, first + i);
+        const float* before = in_place ? in_place : p.state_in;
+        scan_columns<R, G>(p, before, in_place ? in_place : p.state_out, seq, head, first + i);
     }
 }
 
@@ -124,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(128, 5) gdn_scan(
         int state_size, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     const int taken = accept_d ? *accept_d : rows;
     if (taken < 0 || taken > rows) {
-        if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
+        const bool is_first = blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0;
+        if (is_first) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
         return;
     }
     const Scan p = {q, k, v, g_log, beta, state_in, state_out, out, tape, rows, taken, num_v, scale, seqs, n_seqs};

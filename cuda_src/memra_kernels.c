@@ -15,7 +15,7 @@ enum {
     RECUR_COLUMNS = 512,               /* of the states that read one key head, which a block takes at a time */
     RECUR_BLOCKS = 132,                /* that recur_step is to have, where there are enough columns */
     RECUR_TICKETS = 4096,              /* key heads that several blocks of one launch may share */
-    RECUR_MOST = 65535,                /* sequences, and key heads: what the second and the third dimension of a grid have */
+    RECUR_MOST = 65535,                /* sequences, and key heads: the second and third dimension of a grid */
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
@@ -219,8 +219,8 @@ int memra_launch_recur_step(
     const int64_t gates = 2 * RECUR_ROWS * (columns < state_size ? 1 : columns / state_size);
     const int64_t rings = blocks > 1 ? 2 * state_size * (d_conv - 1) : 0;
     if (n_seqs > RECUR_MOST || num_k > RECUR_MOST)
-        return memra_fail(
-            MEMRA_ERR_CAPACITY, "recur_step: %d sequences, %d key heads; at most %d of each", n_seqs, num_k, RECUR_MOST);
+        return memra_fail(MEMRA_ERR_CAPACITY, "recur_step: %d sequences, %d key heads; at most %d of each", n_seqs,
+                          num_k, RECUR_MOST);
     const launch_shape shape = {rows < 0 || n_seqs < 0 ? -1 : n_seqs ? blocks : 0, 256, 1,
                                 (unsigned)(4 * (stage + gates + rings)), (unsigned)num_k, (unsigned)n_seqs};
     LAUNCH(k, shape, &x, &w, &alpha, &beta_raw, &dt_bias, &a, &conv_state, &state_in, &state_out, &out, &tape, &pos_d,

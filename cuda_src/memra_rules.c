@@ -253,7 +253,10 @@ int memra_check_ranges(const memra_range *outputs, int32_t n_outputs, const memr
 /* ---- One operation of a step ---- */
 
 static const char *name_of(uint32_t op) {
-    return op == MEMRA_OP_APPEND ? "append" : op == MEMRA_OP_CONV ? "conv" : op == MEMRA_OP_SCAN ? "scan" : "recur_step";
+    return op == MEMRA_OP_APPEND ? "append"
+           : op == MEMRA_OP_CONV ? "conv"
+           : op == MEMRA_OP_SCAN ? "scan"
+                                 : "recur_step";
 }
 
 static uint32_t *ops_of(memra_cache *cache, int32_t il, uint32_t op) {

@@ -46,9 +46,11 @@ def by_three(dev: Any, args: dict[str, Any]) -> SimpleNamespace:
     common = {name: args[name] for name in ("pos_d", "slot", "health", "layer")}
     tape = None if args["tape"] is None else args["tape"][: rows * channels].copy()
     taken = {name: args[name] for name in ("x", "w", "conv_state")}
-    convolved = run(dev, "conv_update", **conv_args(rng, rows, channels, args["d_conv"], **taken, **common) | {"tape": tape})
+    taken |= {"tape": tape}
+    convolved = run(dev, "conv_update", **conv_args(rng, rows, channels, args["d_conv"], **taken, **common))
     taken = {name: args[name] for name in ("alpha", "beta_raw", "dt_bias", "a", "eps")} | {"conv_out": convolved.out}
-    prepared = run(dev, "gdn_prep", **prep_args(rng, rows, keys, values, size, **taken, **common | {"health": convolved.health}))
+    common |= {"health": convolved.health}
+    prepared = run(dev, "gdn_prep", **prep_args(rng, rows, keys, values, size, **taken, **common))
     taken = {name: getattr(prepared, name) for name in ("q", "k", "v", "g_log", "beta")}
     taken |= {"tape": None if tape is None else args["tape"][rows * channels :].copy()}
     taken |= {name: args[name] for name in ("state_in", "state_out", "out", "scale", "layer")}
@@ -176,14 +178,14 @@ class Layers:
 
     def prepare(self, rows: int, seed: int) -> list[tuple[Any, ...]]:
         """Inputs and room for the outputs of a step, by layer."""
-        found = []
+        found, each = [], range(len(self.members))
         for il, layer in enumerate(self.members[0].recur):
             if layer is None:
                 continue
             heads, size, n = layer.num_v, layer.state_size, rows * len(self.members)
             columns = {"x": layer.conv_dim, "alpha": heads, "beta_raw": heads}
             x, alpha, beta_raw = (
-                self._put(np.concatenate([rows_of(seed + b, il, name, 0, rows, width) for b in range(len(self.members))]))
+                self._put(np.concatenate([rows_of(seed + b, il, name, 0, rows, width) for b in each]))
                 for name, width in columns.items()
             )
             w = self._put(rows_of(0, il, "w", 0, layer.conv_dim, layer.d_conv) * np.float32(0.4))

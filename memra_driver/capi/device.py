@@ -193,7 +193,10 @@ class CDev(CudaDev):
         return self.c.handle
 
     def launch(self, name: str, *args: Any) -> None:
-        """Enqueues a kernel of the table. Of attend and recur_step the library chooses the entry: UnsupportedError for another."""
+        """Enqueues a kernel of the table.
+
+        Of attend and recur_step the library chooses the entry: UnsupportedError for another.
+        """
         kernel = KERNELS[name]
         if len(args) != len(kernel.params):
             raise AbiError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
@@ -204,7 +207,8 @@ class CDev(CudaDev):
             if name != chosen:
                 raise UnsupportedError(f"the C library launches {chosen} for this attend, not {name}")
         if name.startswith("recur_step") and name != f"recur_step_{at['state_size']}":
-            raise UnsupportedError(f"the C library launches recur_step_{at['state_size']} for this state size, not {name}")
+            chosen = f"recur_step_{at['state_size']}"
+            raise UnsupportedError(f"the C library launches {chosen} for this state size, not {name}")
         self.context.bind()
         self.c.load(kernel.source)
         values = (

@@ -76,7 +76,7 @@ _KINDS: dict[str, Any] = {"int": c_int32, "long long": c_int64, "float": c_float
 
 
 def _launches() -> dict[str, tuple[Any, ...]]:
-    """memra_launch_*: the device, then the kernel's parameters. All entries of attend, of recur_step are one function."""
+    """memra_launch_*: the device, then the kernel's parameters. All entries of attend, or recur_step, are one."""
     found = {}
     for kernel in KERNELS.values():
         kinds = (c_uint64 if kind.endswith("*") else _KINDS[kind] for kind, _ in kernel.params)
