@@ -256,16 +256,19 @@ def recur_step(
     columns and blocks say how a GPU shares the work.
     """
     conv_dim, gates = (2 * num_k + num_v) * state_size, rows * num_v
-    at = {"pos_d": pos_d, "slot": slot, "rows": rows}
-    end = {"seqs": None, "n_seqs": 1, "health": health, "layer": layer}
     mixed = np.empty(rows * conv_dim, np.float32)
-    conv_update(x, w, conv_state, mixed, tape, *at.values(), conv_dim, d_conv, *end.values())
-    operands = [np.empty(gates * width, np.float32) for width in (state_size, state_size, state_size, 1, 1)]
+    q, k, v = (np.empty(gates * state_size, np.float32) for _ in range(3))
+    g_log, beta = np.empty((2, gates), np.float32)
+    conv_update(x, w, conv_state, mixed, tape, pos_d, slot, rows, conv_dim, d_conv, None, 1, health, layer)
     gdn_prep(
-        mixed, alpha, beta_raw, dt_bias, a, *operands, *at.values(), num_k, num_v, state_size, eps, *end.values()
-    )
+        mixed, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta, pos_d, slot, rows, num_k, num_v, state_size, eps,
+        None, 1, health, layer,
+    )  # fmt: skip
     behind = None if tape is None else tape[rows * conv_dim :]
-    gdn_scan(*operands, state_in, state_out, out, behind, None, rows, num_v, state_size, scale, *end.values())
+    gdn_scan(
+        q, k, v, g_log, beta, state_in, state_out, out, behind, None, rows, num_v, state_size, scale, None, 1, health,
+        layer,
+    )  # fmt: skip
 
 
 def set_counters(

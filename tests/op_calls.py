@@ -49,7 +49,8 @@ def arrays(op: str, rows: int = T) -> dict[str, Array]:
 
 def call(e: Any, cache: Cache, op: str, given: dict[str, Any], il: int | None = None) -> None:
     il = LAYER[op] if il is None else il
-    extra = {"gdn_prep": {"eps": 1e-6}, "gdn_scan": {"scale": 1.0}, "recur_step": {"eps": 1e-6, "scale": 1.0}}.get(op, {})
+    eps, scale = {"eps": 1e-6}, {"scale": 1.0}
+    extra = {"gdn_prep": eps, "gdn_scan": scale, "recur_step": eps | scale}.get(op, {})
     span = (0, T) if op == "dequant_kv" else ()
     getattr(ops, op)(e, cache, il, *span, *given.values(), **extra)
 
