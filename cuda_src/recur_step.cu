@@ -30,11 +30,9 @@ static __device__ inline void recur_step(Step p, float* shared, int* is_last, in
     if (p.pos_d) p.slot = 0;  // it is added where a fault is reported
     p.rolls = !p.tape && p.d_conv > 1;
     p.is_first = part == 0;
-    // Not all blocks have columns where num_k does not divide num_v.
     p.sharers = key < TICKETS ? blocks : 1;
-    while (p.sharers > 1 && p.key_head + (p.sharers - 1) * p.columns / SIZE * p.num_k >= p.num_v) p.sharers--;
     if (part >= p.sharers) return;
-    p.begin = p.end = part * p.columns;
+    p.begin = p.end = part * p.columns;  // a block may have no columns, where num_k does not divide num_v
     const int most = p.sharers > 1 ? p.begin + p.columns : 0x7FFFFFFF;
     const int width = blocks > 1 ? min(p.columns, SIZE) : SIZE;
     while (p.end < most && p.key_head + p.end / SIZE * p.num_k < p.num_v) p.end += width;
