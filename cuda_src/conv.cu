@@ -2,9 +2,9 @@
 //
 // Its state is a ring of the last d_conv - 1 raw inputs per channel: conv_state (conv_dim, d_conv - 1),
 // column 0 the oldest. d_conv is 1 to 8.
-#include "device.cuh"
+#include "gdn.cuh"
 
-#define TAPS 8
+#define TAPS MEMRA_TAPS
 #define ROWS 16  // rows of one channel that a thread walks; at least the longest ring
 
 // x, out (n_seqs, rows, conv_dim); w (conv_dim, d_conv), w[0] times the oldest input; out has SiLU applied.
@@ -48,17 +48,9 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
 #pragma unroll
             for (int i = 0; i < TAPS - 1; i++) window[i] = window[i + 1];
             window[TAPS - 1] = newest;
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < TAPS; i++) sum = i >= skip ? __fmaf_rn(window[i], weight[i], sum) : sum;
-            out[(start + r) * conv_dim + c] = __fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum)));
+            out[(start + r) * conv_dim + c] = memra_convolve(window, weight, skip);
         }
-        if (start == 0 && !tape) {
-            // Ascending, so a column is read before it is overwritten (rows >= 1).
-            for (int j = 0; j < pad; j++) {
-                ring[j] = rows + j < pad ? ring[rows + j] : x[(long long)(rows - pad + j) * conv_dim + c];
-            }
-        }
+        if (start == 0 && !tape) memra_roll(ring, x + c, rows, conv_dim, pad);
     }
     if (__any_sync(MEMRA_ALL_LANES, bad != 0)) {
         const long long first = memra_slot(pos_d, slot) + start;

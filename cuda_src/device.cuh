@@ -107,6 +107,54 @@ __device__ inline float memra_from_e4m3(uint8_t code) {
     return __uint_as_float(sign | __float_as_uint(__fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f)));  // exact
 }
 
+// Asks for the memory at an address, which is read soon.
+__device__ inline void memra_prefetch(const void* at) {
+#if MEMRA_PTX
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
+#else
+    (void)at;
+#endif
+}
+
+// f32 of global memory. Of an address out of a table the compiler would not know that it is one of global memory.
+__device__ inline float memra_read(const float* at) {
+#if MEMRA_PTX
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+    return x;
+#else
+    return *at;
+#endif
+}
+
+__device__ inline float4 memra_read4(const float* at) {  // at a multiple of 16 bytes
+#if MEMRA_PTX
+    float4 x;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
+    return x;
+#else
+    return *(const float4*)at;
+#endif
+}
+
+__device__ inline void memra_write(float* at, float x) {
+#if MEMRA_PTX
+    asm volatile("st.global.f32 [%0], %1;" : : "l"(at), "f"(x) : "memory");
+#else
+    *at = x;
+#endif
+}
+
+__device__ inline void memra_write4(float* at, float4 x) {
+#if MEMRA_PTX
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 : : "l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+#else
+    *(float4*)at = x;
+#endif
+}
+
 // Warp reductions by butterfly, 16, 8, 4, 2, 1 apart: every lane gets the same bits.
 __device__ inline float memra_warp_sum(float x) {
     for (int apart = 16; apart > 0; apart >>= 1) x = __fadd_rn(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart));

@@ -27,6 +27,7 @@ from memra_driver.check_cases import (
     counter_cases,
     dequant_cases,
     prep_cases,
+    recur_cases,
     scan_cases,
 )
 from memra_driver.check_vectors import vector_cases
@@ -36,7 +37,7 @@ from memra_driver.memory import CudaSlice
 
 SOURCES = (
     vector_cases, append_cases, dequant_cases, conv_cases, prep_cases, scan_cases, counter_cases, copy_cases,
-    combine_cases, attend_cases,
+    combine_cases, attend_cases, recur_cases,
 )  # fmt: skip
 
 

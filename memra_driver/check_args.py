@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memra_driver.formats import FORMATS, K_FORMATS, V_FORMATS
+from memra_driver.kernels import recur_split
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.plan import ATTEND_GROUPS
 
@@ -184,6 +185,23 @@ def scan_args(rng: Rng, rows: int, heads: int, size: int, **other: Any) -> Args:
         "beta": rng.random(rows * heads, np.float32), "state_in": normal(rng, heads, size, size),
         "state_out": poison(heads * size * size), "out": poison(vector), "tape": None, "accept_d": None, "rows": rows,
         "num_v": heads, "state_size": size, "scale": size**-0.5, **ALONE, "health": record(), "layer": LAYER,
+    } | other  # fmt: skip
+
+
+def recur_args(
+    rng: Rng, rows: int, keys: int, values: int, size: int, taps: int, columns: int = 0, **other: Any
+) -> Args:
+    """columns 0: as `recur_split` has it for one sequence."""
+    channels, gates = (2 * keys + values) * size, rows * values
+    split = (columns, -(-(-(-values // keys) * size) // columns)) if columns else recur_split(1, keys, values, size)
+    return {
+        "x": normal(rng, rows, channels), "w": normal(rng, channels, taps) / 2, "alpha": 5 * normal(rng, gates),
+        "beta_raw": 5 * normal(rng, gates), "dt_bias": 5 * normal(rng, values), "a": -np.exp(normal(rng, values)),
+        "conv_state": normal(rng, channels, taps - 1), "state_in": normal(rng, values, size, size),
+        "state_out": poison(values * size * size), "out": poison(gates * size), "tape": None, "pos_d": None,
+        "slot": SLOT, "rows": rows, "d_conv": taps, "num_k": keys, "num_v": values, "state_size": size,
+        "columns": split[0], "blocks": split[1], "eps": 1e-6, "scale": size**-0.5, **ALONE, "health": record(),
+        "layer": LAYER,
     } | other  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from memra_driver.check_args import (
     prep_args,
     rebuild_args,
     record,
+    recur_args,
     rows_args,
     scan_args,
     spoil,
@@ -145,6 +146,30 @@ def scan_cases(rng: Rng, small: bool) -> Iterator[Case]:
         yield single(f"{accept} of 5 rows", "gdn_scan", args, tolerance={"state_out": TOLERANCE})
     members = [scan_args(rng, 2, 2, 32) for _ in range(3)]
     made = batch("for", "gdn_scan", ("ssm_state",), ("q", "k", "v", "g_log", "beta", "out"), members)
+    made.tolerance = {"out": TOLERANCE} | {f"ssm_state.{b}": TOLERANCE for b in range(3)}
+    yield made
+
+
+def recur_cases(rng: Rng, small: bool) -> Iterator[Case]:
+    near = {"out": TOLERANCE, "state_out": TOLERANCE}
+    shapes = [(1, 2, 4, 32, 4), (3, 3, 7, 64, 2), (2, 1, 3, 128, 8), (9, 1, 1, 256, 4), (2, 4, 2, 32, 1)]
+    shapes += [] if small else [(1, 16, 32, 128, 4), (4, 16, 48, 128, 4), (8, 2, 4, 256, 5), (20, 2, 4, 64, 7)]
+    for rows, keys, values, size, taps in shapes:
+        name, heads = f"recur_step_{size}", f"{keys} to {values} heads of {size}, {taps} taps, {rows} rows"
+        args = recur_args(rng, rows, keys, values, size, taps)
+        yield single(heads, name, args, tolerance=near)
+        args = recur_args(rng, rows, keys, values, size, taps, columns=size, tape=poison(rows * args["x"].size * 4))
+        yield single(f"{heads}, to the tape", name, args, tolerance=near | {"tape": TOLERANCE})
+    args = recur_args(rng, 3, 2, 4, 64, 4, pos_d=i32(9))
+    args["state_out"] = args["state_in"]
+    for name in ("x", "alpha", "beta_raw"):
+        spoil(rng, args[name], 2)
+    near_in_place = {"out": TOLERANCE, "state_in": TOLERANCE}
+    yield single("in place, some not finite", "recur_step_64", args, tolerance=near_in_place)
+    members = [recur_args(rng, 2, 2, 4, 32, 4, pos_d=i32(b)) for b in range(3)]
+    members = [each | {name: members[0][name] for name in ("w", "dt_bias", "a")} for each in members]
+    own, split = ("conv_state", "ssm_state", "pos_d", "health"), ("x", "alpha", "beta_raw", "out")
+    made = batch("for", "recur_step_32", own, split, members)
     made.tolerance = {"out": TOLERANCE} | {f"ssm_state.{b}": TOLERANCE for b in range(3)}
     yield made
 

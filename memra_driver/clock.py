@@ -197,7 +197,7 @@ class CacheClock(CacheBeside):
         """Where a round of `rows` rows keeps x, q, k, v, g_log and beta of layer il, one behind the other."""
         layer = self.recur[il]
         assert layer is not None
-        plane = self._planes["tape", il, self.plan.device_of(il)]
+        plane = self.step_tape(il)
         vector, gate = rows * layer.num_v * layer.state_size, rows * layer.num_v
         parts, at = [], 0
         for size in (rows * layer.conv_dim, vector, vector, vector, gate, gate):
@@ -205,11 +205,14 @@ class CacheClock(CacheBeside):
             at += size
         return parts
 
+    def step_tape(self, il: int) -> Any:
+        """The whole tape of layer il: x, and behind it what the scan of a round keeps."""
+        return self._planes["tape", il, self.plan.device_of(il)]
+
     def scan_tape(self, il: int, rows: int) -> Any:
         """Where the scan of a round keeps its operands: the tape behind x."""
-        layer = self.recur[il]
+        layer, plane = self.recur[il], self.step_tape(il)
         assert layer is not None
-        plane = self._planes["tape", il, self.plan.device_of(il)]
         return plane.view(rows * layer.conv_dim, plane.len)
 
     def _stamp_actions(self) -> list[Action]:

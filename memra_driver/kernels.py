@@ -22,13 +22,23 @@ from typing import Any
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
-SCAN_WARPS = 4  # columns of the state per block of gdn_scan, one warp each
+SCAN_COLUMNS = 32  # of a head's state, per block of gdn_scan
+RECUR_ROWS = 8  # rows that a block of recur_step has in shared memory at a time
+RECUR_COLUMNS = 512  # of the states that read one key head, which a block takes at a time
+RECUR_BLOCKS = 132  # that recur_step is to have, where there are enough columns
+RECUR_TICKETS = 4096  # key heads that several blocks of one launch may share
+RECUR_PARAMS = (
+    "const float* x, const float* w, const float* alpha, const float* beta_raw, const float* dt_bias, const float* a,"
+    " float* conv_state, const float* state_in, float* state_out, float* out, float* tape, const int* pos_d,"
+    " long long slot, int rows, int d_conv, int num_k, int num_v, int state_size, int columns, int blocks, float eps,"
+    " float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
+)
 ATTEND_TILE = 64  # keys that are summed together
 ATTEND_PAD = 8
 ATTEND_WIDTHS = (64, 128, 192, 256, 512)
@@ -60,6 +70,28 @@ def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
     chunks = _ceil_div(a["rows"] * (a["n_head"] // a["n_head_kv"]), columns)
     blocks = a["n_seqs"] * chunks * a["n_head_kv"] * ATTEND_GROUPS
     return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
+
+
+@functools.lru_cache
+def recur_split(n_seqs: int, num_k: int, num_v: int, state_size: int) -> tuple[int, int]:
+    """(columns, blocks) of recur_step: how many columns of the states a block takes at a time, and blocks per key head.
+
+    As many columns as leave RECUR_BLOCKS blocks: what a key head's blocks read alike is read by few of them.
+    """
+    most, keys, columns = _ceil_div(num_v, num_k) * state_size, n_seqs * num_k, 32
+    while columns < min(most, RECUR_COLUMNS):
+        wider = 2 * columns if columns < state_size else columns + state_size
+        if wider > RECUR_COLUMNS or keys * _ceil_div(most, wider) < RECUR_BLOCKS:
+            break
+        columns = wider
+    return columns, _ceil_div(most, columns) if keys <= RECUR_TICKETS else 1
+
+
+def _recur_shape(a: dict[str, Any]) -> Shape:
+    stage = min(a["rows"], RECUR_ROWS) * (2 * a["state_size"] + a["columns"])
+    gates = 2 * RECUR_ROWS * max(1, a["columns"] // a["state_size"])
+    rings = 2 * a["state_size"] * (a["d_conv"] - 1) if a["blocks"] > 1 else 0
+    return (a["blocks"], a["num_k"], a["n_seqs"]), (256, 1, 1), 4 * (stage + gates + rings)
 
 
 def _line(blocks: int, threads: int) -> Shape:
@@ -140,7 +172,7 @@ KERNELS: dict[str, Kernel] = {
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
             lambda a: ((a["n_seqs"] * a["rows"] * a["num_v"], 1, 1), (32, 4, 1), 0),
         ),
-        # state_in, state_out (num_v, state_size columns, state_size rows); may be equal: a warp owns its column.
+        # state_in, state_out (num_v, state_size columns, state_size rows), at multiples of 16 bytes; may be equal.
         # out (rows, num_v, state_size); null: discarded. tape: where to copy the operands, or null.
         Kernel(
             "gdn_scan",
@@ -149,7 +181,12 @@ KERNELS: dict[str, Kernel] = {
             " const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows,"
             " int num_v, int state_size, float scale, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: ((a["n_seqs"] * a["num_v"] * (a["state_size"] // SCAN_WARPS), 1, 1), (32, SCAN_WARPS, 1), 0),
+            lambda a: ((a["n_seqs"] * a["num_v"] * (a["state_size"] // SCAN_COLUMNS), 1, 1), (32, 4, 1), 0),
+        ),
+        # The three above in one launch, one entry per state_size; `recur_split` gives columns and blocks.
+        # tape: where to copy x and the operands of the scan, leaving the ring as it is, or null.
+        *(
+            Kernel(f"recur_step_{size}", "recur_step.cu", RECUR_PARAMS, _recur_shape) for size in SCAN_STATE_SIZES
         ),
         # counters[i] = a where bit i of (a_hi:a_lo) is set, = b where bit i of (b_hi:b_lo) is set; i < 128.
         Kernel(

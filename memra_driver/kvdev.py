@@ -63,8 +63,10 @@ class KvDev(Protocol[S]):
 
 
 def twin_of(name: str) -> Callable[..., None]:
-    """The NumPy twin of a kernel; all widths of attend have one."""
-    if name.startswith("attend"):
+    """The NumPy twin of a kernel; all widths of attend have one, and all state sizes of recur_step."""
+    if name.startswith("recur_step"):
+        found: Callable[..., None] = reference.recur_step
+    elif name.startswith("attend"):
         found = reference_attend.attend_combine if name == "attend_combine" else reference_attend.attend
     else:
         found = getattr(reference, name)

@@ -30,7 +30,7 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
-from memra_driver.kernels import attend_kernel
+from memra_driver.kernels import attend_kernel, recur_split
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
@@ -175,18 +175,47 @@ def gdn_scan(
     if rows == 0:
         return
     with cache.step(e, il, StepOp.SCAN, rows) as at:
-        before, after, tape = layer.ssm_state, layer.ssm_state_alt, None
-        if cache.recording is not None:
-            before = after = layer.home
-        if cache.open_round is not None:
-            after = layer.away if before is layer.home else layer.home
-            tape = cache.scan_tape(il, rows)
+        tape = cache.scan_tape(il, rows) if cache.open_round is not None else None
         e.launch(
-            "gdn_scan", *inputs.values(), before, after, result, tape, None, rows, heads, size, scale,
+            "gdn_scan", *inputs.values(), *_states(cache, layer), result, tape, None, rows, heads, size, scale,
             at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
-        if at.seqs is None and cache.recording is None and cache.open_round is None:
-            layer.swap()
+        _swap(cache, layer)
+
+
+def recur_step(
+    e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, alpha: Any, beta_raw: Any, dt_bias: Any, a: Any,
+    out: Any, *, eps: float, scale: float,
+) -> None:  # fmt: skip
+    """conv_update, gdn_prep and gdn_scan of layer il in one launch, with the bits of the three.
+
+    x [T, conv_dim]; w [conv_dim, d_conv]; alpha, beta_raw [T, num_v]; dt_bias, a [num_v]; out [T, num_v, state_size].
+    It counts as the layer's conv_update and gdn_scan of the step, in rounds, captures and batches too.
+    """
+    layer = _recur(e, cache, il)
+    _check_state_size(layer, "recur_step")
+    heads, size = layer.num_v, layer.state_size
+    inputs = {"x": _rows(e, cache, x, "x", (layer.conv_dim,))}
+    rows = _count(cache, inputs["x"], layer.conv_dim)
+    inputs["w"] = operand(w, "w", (layer.d_conv,), _F32, e, rows=layer.conv_dim, out=False)
+    for name, value in (("alpha", alpha), ("beta_raw", beta_raw)):
+        inputs[name] = _rows(e, cache, value, name, (heads,), rows)
+    for name, value in (("dt_bias", dt_bias), ("a", a)):
+        inputs[name] = vector(value, name, heads, e)
+    result = _rows(e, cache, out, "out", (heads, size), rows, out=True)
+    planes = _planes(cache, il, "conv_state", "ssm_state", "ssm_state_alt")
+    refuse_overlap({"out": result} | planes, inputs)
+    eps, scale = _number("eps", eps), _number("scale", scale)
+    if rows == 0:
+        return
+    with cache.step(e, il, StepOp.CONV | StepOp.SCAN, rows) as at:
+        tape = cache.step_tape(il) if cache.open_round is not None else None
+        e.launch(
+            f"recur_step_{size}", *inputs.values(), layer.conv_state, *_states(cache, layer), result, tape, at.pos_d,
+            at.slot, rows, layer.d_conv, layer.num_k, heads, size,
+            *recur_split(at.n_seqs, layer.num_k, heads, size), eps, scale, at.seqs, at.n_seqs, at.health, il,
+        )  # fmt: skip
+        _swap(cache, layer)
 
 
 def attend(
@@ -297,6 +326,22 @@ def _planes(cache: Cache | CacheBatch, il: int, *names: str) -> dict[str, Any]:
             layer: Any = member.kv[il] if member.kv[il] is not None else member.recur[il]
             found[name if cache.batch is None else f"{name} of sequence {i}"] = getattr(layer, name)
     return found
+
+
+def _states(cache: Cache | CacheBatch, layer: RecurLayer) -> tuple[Any, Any]:
+    """What the scan of a step reads and what it writes; a batch's are in its table."""
+    before, after = layer.ssm_state, layer.ssm_state_alt
+    if cache.recording is not None:
+        before = after = layer.home
+    if cache.open_round is not None:
+        after = layer.away if before is layer.home else layer.home
+    return before, after
+
+
+def _swap(cache: Cache | CacheBatch, layer: RecurLayer) -> None:
+    """Behind a scan that did not work in place, and is no round's."""
+    if cache.batch is None and cache.recording is None and cache.open_round is None:
+        layer.swap()
 
 
 def _check_kernels(e: Any) -> None:

@@ -7,6 +7,7 @@ buffers of each sequence, and of (dst, src) byte arrays.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,18 @@ def gdn_scan(a: Args) -> None:
         a["tape"][: kept.size] = kept
 
 
+def recur_step(a: Args) -> None:
+    rows, values, size = a["rows"], a["num_v"], a["state_size"]
+    channels = (2 * a["num_k"] + values) * size
+    step = a | {"conv_dim": channels, "out": np.empty(rows * channels), "accept_d": None}
+    conv_update(step)
+    step["conv_out"] = step["out"]
+    for name, width in (("q", size), ("k", size), ("v", size), ("g_log", 1), ("beta", 1)):
+        step[name] = np.empty(rows * values * width)
+    gdn_prep(step)
+    gdn_scan(step | {"out": a["out"], "tape": None if a["tape"] is None else a["tape"][rows * channels :]})
+
+
 def set_counters(a: Args) -> None:
     for i in range(128):
         part, bit = ("lo", "hi")[i // 64], 1 << i % 64
@@ -251,6 +264,7 @@ SHARED = {
     "conv_update": ("x", "out"),
     "gdn_prep": ("conv_out", "alpha", "beta_raw", "q", "k", "v", "g_log", "beta"),
     "gdn_scan": ("q", "k", "v", "g_log", "beta", "out"),
+    "recur_step": ("x", "alpha", "beta_raw", "out"),
     "attend": ("q", "part"),
     "attend_combine": ("part", "out"),
 }
@@ -258,7 +272,7 @@ SHARED = {
 
 def run(kernel: str, a: Args) -> None:
     """Does to the arrays of `a` what the kernel should do."""
-    name = "attend" if kernel.startswith("attend_") and kernel != "attend_combine" else kernel
+    name = kernel if kernel == "attend_combine" else re.sub(r"^(attend|recur_step)_.*", r"\1", kernel)
     one: Callable[[Args], None] = globals()[name]
     if a.get("seqs") is None or name not in SHARED:
         one(a)

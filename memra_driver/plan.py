@@ -334,8 +334,8 @@ class CachePlan:
         cfg, ssm = self.cfg, self.cfg.ssm
         recurrent = ssm is not None and any(self.has_state(il) for il in range(cfg.n_layer))
         if ssm is not None and recurrent and ssm.state_size not in SCAN_STATE_SIZES:
-            sizes = list(SCAN_STATE_SIZES)
-            problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
+            lacking = f"state_size {ssm.state_size} has no kernel; there are {list(SCAN_STATE_SIZES)}"
+            problems.append(f"gdn_prep, gdn_scan and recur_step: {lacking}")
         for il in range(cfg.n_layer):
             source = self.kv_source(il)
             if source is None:

@@ -38,6 +38,11 @@ class At(NamedTuple):
     health: Any
 
 
+def op_name(op: StepOp) -> str:
+    """What errors call an operation of a step."""
+    return "recur_step" if op == StepOp.CONV | StepOp.SCAN else str(op.name).lower()
+
+
 def _shape(plane: Any) -> tuple[Any, ...]:
     """Elements, dtype and device of a slice, as far as it has them."""
     dtype = getattr(plane, "dtype", None)
@@ -257,16 +262,17 @@ class CacheRules:
     def step_op(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[KvLayer | RecurLayer]:
         """One mutating operation of a step: checks, yields the layer, and notes the step when it was enqueued."""
         layer = self.layer(e, il, op)
-        name = op.name or ""
-        self.check_recording(name.lower())
-        self.check_steppable(name.lower())
+        name = op_name(op)
+        self.check_recording(name)
+        self.check_steppable(name)
         if self.open_round is not None and rows > self.open_round.width:
             raise CapacityError(f"layer {il}: {rows} rows in a round of width {self.open_round.width}")
         if self.step_rows and rows != self.step_rows:
             raise StateError(f"layer {il}: {rows} rows, but the open step has {self.step_rows}; advance first")
         if layer.step_ops & op:
-            raise StateError(f"layer {il} has run {name.lower()} in this step; each runs once, then advance")
-        self.check_replay(name.lower(), rows)
+            ran = op_name(StepOp(layer.step_ops & op))
+            raise StateError(f"layer {il} has run {ran} in this step; each runs once, then advance")
+        self.check_replay(name, rows)
         self.check_length("pos", self.pos)
         if isinstance(layer, KvLayer):
             self.check_length(f"layer {il}: len", layer.len)

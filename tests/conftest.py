@@ -34,8 +34,8 @@ THROUGH_C = {
     for name in (
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
         "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads",
-        "many_layers", "ops", "ops_arguments", "ops_results", "pipeline", "programs", "replayed_clock", "rollback",
-        "round", "round_calls", "round_rules", "snapshots", "stages", "steps", "taps", "threads",
+        "many_layers", "ops", "ops_arguments", "ops_results", "pipeline", "programs", "recur_step", "replayed_clock",
+        "rollback", "round", "round_calls", "round_rules", "snapshots", "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
 
