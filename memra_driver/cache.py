@@ -117,7 +117,9 @@ class Cache(CacheClock):
             for (plane, _, d), found in self._planes.items():
                 if plane == name:
                     layout.put_slice(getattr(self._c, name), found, ordinal(self.devices[d]))
+        self._step_ops = layout.column(self._kv_c, "step_ops"), layout.column(self._recur_c, "step_ops")
         self.cfg = cfg
+        self.prepared = {}
         self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
         self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced
 

@@ -179,7 +179,7 @@ class CacheClock(CacheBeside):
         moved = count is not None or self.device_clock
         for d, e in enumerate(self.devices):
             if not moved:
-                actions += self._counter_actions(d, lens, pos)
+                actions += self._counter_actions(d, lens, pos) if lens else [self._pos_action(d, pos)]
                 continue
             layers = self._counter_layers[d]
             counters = [self.kv_layer(il).len_d for il in layers]
@@ -215,6 +215,19 @@ class CacheClock(CacheBeside):
         for d in range(len(self.devices)):
             actions += self._counter_actions(d, lens, self.pos)
         return actions
+
+    def _pos_action(self, d: int, pos: int) -> Action:
+        """Stamps pos_d of device d alone."""
+        e = self.devices[d]
+        if not getattr(e, "prepares", False):
+            (action,) = self._counter_actions(d, {}, pos)
+            return action
+        launch = self.prepared.get(("pos", d))
+        if launch is None or not launch.is_open:
+            args = self._planes["pos_d", None, d], pos, pos, 1, 0, 1, 0, self._planes["health", None, d], 0
+            launch = self.prepared["pos", d] = e.prepare("set_counters", args)
+        launch.field("a").value = launch.field("b").value = pos
+        return launch.run  # type: ignore[no-any-return]
 
     def _counter_actions(self, d: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Stamps len_d of the layers of `lens` that live on device d, and its pos_d."""

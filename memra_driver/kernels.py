@@ -18,11 +18,14 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
 from memra_driver.plan import ATTEND_GROUPS
+
+if TYPE_CHECKING:
+    from memra_driver.device import CudaContext, CudaStream
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
@@ -80,7 +83,7 @@ class Kernel:
     shape: Callable[[dict[str, Any]], Shape]
     big_shared: bool = False  # may need more shared memory than a kernel gets without asking
 
-    @property
+    @functools.cached_property
     def params(self) -> tuple[tuple[str, str], ...]:
         """(C type, name) of each parameter, in order."""
         pairs = (part.strip().rpartition(" ") for part in self.declaration.split(","))
@@ -240,6 +243,25 @@ class LaunchPlan:
 
     def launch(self, stream: int, args: Sequence[Any]) -> None:
         """Enqueues the kernel with its arguments in the table's order; slices give their address, None is null."""
+        grid, threads, shared_bytes = self._fill(args)
+        driver.launch_kernel(
+            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
+        )
+
+    def prepare(self, context: CudaContext, stream: CudaStream, args: Sequence[Any]) -> Launch:
+        """The launch of these arguments, to be run as often as wanted."""
+        shape = self._fill(args)
+        block = type(self._block).from_buffer_copy(self._block)
+        pointers = (ctypes.c_void_p * len(self.layout))(*(ctypes.addressof(block) + at for at, _ in self.layout))
+        call = driver.launch_arguments(self.handle, *shape, stream.handle, ctypes.addressof(pointers))
+        return Launch(self, context, stream, block, pointers, call)
+
+    def close(self) -> None:
+        """The kernel is gone."""
+        self.handle = 0
+
+    def _fill(self, args: Sequence[Any]) -> Shape:
+        """Puts the arguments into the block; returns the launch shape."""
         if len(args) != len(self.names):
             raise AbiError(f"{self.kernel.name} takes {len(self.names)} arguments, not {len(args)}")
         block = self._block
@@ -247,10 +269,44 @@ class LaunchPlan:
             if pointer:
                 value = 0 if value is None else value.ptr
             setattr(block, name, value)
-        grid, threads, shared_bytes = self.kernel.shape(dict(zip(self.names, args, strict=True)))
-        driver.launch_kernel(
-            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
-        )
+        return self.kernel.shape(dict(zip(self.names, args, strict=True)))
+
+
+class Launch:
+    """A kernel with its arguments in place, in a block of its own.
+
+    `field(name).value` writes one of them over: none that the launch shape depends on.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any, call: Any
+    ) -> None:
+        self._plan, self._context, self._stream = plan, context, stream
+        self._block, self._pointers = block, pointers  # what `call` has the address of
+        self._call, self._name = call, plan.kernel.name
+        self._fields: dict[str, Any] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the kernel is still loaded and the stream still there."""
+        return self._plan.handle != 0 and self._stream._handle is not None
+
+    def has(self, name: str) -> bool:
+        """Whether the kernel has a parameter of this name."""
+        return name in self._plan.names
+
+    def field(self, name: str) -> Any:
+        """The place of one argument."""
+        found = self._fields.get(name)
+        if found is None:
+            kind = dict(self._block._fields_)[name]
+            found = self._fields[name] = kind.from_buffer(self._block, getattr(type(self._block), name).offset)
+        return found
+
+    def run(self) -> None:
+        """Enqueues the kernel."""
+        self._context.bind()
+        driver.launch_kernel_again(self._call, self._name)
 
 
 def _unload_quietly(libraries: dict[str, int], pid: int) -> None:
@@ -288,7 +344,8 @@ class KernelSet:
 
     def close(self) -> None:
         """Unloads everything; may be called twice. The work that uses it must have ended."""
-        self._plans.clear()
+        while self._plans:
+            self._plans.popitem()[1].close()
         while self._libraries:
             driver.library_unload(self._libraries.popitem()[1])
 

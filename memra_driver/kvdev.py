@@ -25,7 +25,7 @@ from memra_driver.context import in_a_fork
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
-from memra_driver.kernels import KERNELS, KernelSet
+from memra_driver.kernels import KERNELS, KernelSet, Launch
 
 S = TypeVar("S")
 
@@ -74,6 +74,7 @@ class _SliceDev:
     memory: Any
     arena: bool
     recording: Graph | None = None  # the capture that is open
+    prepares = False  # whether it has `prepare`
     _scratch: list[CudaSlice]
 
     def zeros(self, n: int) -> CudaSlice:
@@ -162,6 +163,8 @@ class CudaDev(_SliceDev):
     One owner thread at a time. Raises NoDriver (says what to install), UnsupportedDriver, DriverError.
     """
 
+    prepares = True
+
     def __init__(
         self, device: int = 0, stream: Any = None, context: CudaContext | None = None, *, arena: bool = True
     ) -> None:
@@ -206,6 +209,11 @@ class CudaDev(_SliceDev):
         self.context.bind()
         plan = self.kernels.plan(name)
         plan.launch(self.stream.handle, args)
+
+    def prepare(self, name: str, args: Sequence[Any]) -> Launch:
+        """A launch with its arguments in place, for calls that come again; nothing is enqueued."""
+        self.context.bind()
+        return self.kernels.plan(name).prepare(self.context, self.stream, args)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         """Copies between addresses of this device, in stream order."""

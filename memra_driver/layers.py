@@ -56,6 +56,12 @@ def _bind(c: Any, planes: dict[str, Any], owner: Any) -> dict[int, Any]:
     return {plane.ptr: plane for plane in planes.values()}
 
 
+def swap_states(c: layout.RecurLayerC) -> None:
+    """The two state buffers change places."""
+    state, alt = c.ssm_state, c.ssm_state_alt
+    state.ptr, alt.ptr, c.swaps = alt.ptr, state.ptr, c.swaps + 1
+
+
 class KvLayer:
     """Quantised K/V of one full-attention layer. Token t of K starts at byte t * k_tok_bytes of `k`."""
 
@@ -121,8 +127,7 @@ class RecurLayer:
 
     def swap(self) -> None:
         """Exchanges the handles of ssm_state and ssm_state_alt, as after an eager scan."""
-        c = self._c
-        c.ssm_state.ptr, c.ssm_state_alt.ptr, c.swaps = c.ssm_state_alt.ptr, c.ssm_state.ptr, c.swaps + 1
+        swap_states(self._c)
 
 
 class DflashTapSink:

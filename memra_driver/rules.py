@@ -15,7 +15,7 @@ import numpy as np
 from memra_driver import layout
 from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, MemraError, SnapshotError, StateError
-from memra_driver.graph import captures_of_this_thread
+from memra_driver.graph import captures_of_this_thread, open_captures
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, Recorder, StepOp
 from memra_driver.place import Key
@@ -53,8 +53,10 @@ class CacheRules:
     recur: list[RecurLayer | None]
     plan: CachePlan
     _planes: dict[Key, Any]
+    prepared: dict[Any, Any]  # operations that were checked, by prepared.key_of
     _round: Round | None = None
     _c: layout.CacheC
+    _step_ops: tuple[np.ndarray[Any, Any], ...]  # those of all layers, in the C structs
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
     max_ctx = fixed("max_ctx", "capacity in tokens")
@@ -74,6 +76,8 @@ class CacheRules:
     @property
     def recording(self) -> Graph | None:
         """The graph that is being recorded on one of the cache's devices."""
+        if not open_captures:
+            return None
         return next((e.recording for e in self.devices if getattr(e, "recording", None) is not None), None)
 
     @property
@@ -152,7 +156,8 @@ class CacheRules:
 
     def check_open(self, what: str) -> None:
         """Refused on a closed cache only."""
-        self.check_state(what, *(state for state in CacheState if state is not CacheState.CLOSED))
+        if self.state is CacheState.CLOSED:
+            self.check_state(what)
 
     def check_settled(self, what: str) -> None:
         """Ready, and no step, round or capture open."""
@@ -256,6 +261,18 @@ class CacheRules:
     @contextmanager
     def step_op(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[KvLayer | RecurLayer]:
         """One mutating operation of a step: checks, yields the layer, and notes the step when it was enqueued."""
+        layer = self.check_step(e, il, op, rows)
+        try:
+            yield layer
+            self.note_step(layer._c, int(op), rows)
+        except MemraError:
+            raise  # the driver took nothing
+        except BaseException:
+            self.taint()  # interrupted: whether the device has it, nobody knows
+            raise
+
+    def check_step(self, e: Any, il: int, op: StepOp, rows: int) -> KvLayer | RecurLayer:
+        """Whether one mutating operation of a step may run now; returns its layer."""
         layer = self.layer(e, il, op)
         name = op.name or ""
         self.check_recording(name.lower())
@@ -279,20 +296,17 @@ class CacheRules:
             self.check_not_behind(il)
             if self.open_round is not None or self.recording is not None:
                 self.check_not_ahead(il)
-        try:
-            yield layer
-            if not self.step_rows and self.state is CacheState.READY and self.recording is None:
-                cast("Cache", self).give_up(self.pos)  # rows from pos on are new, whatever stood there
-            layer._c.step_ops |= op
-            self._c.step_rows = rows
-        except MemraError:
-            raise  # the driver took nothing
-        except BaseException:
-            self.taint()  # interrupted: whether the device has it, nobody knows
-            raise
-        graph = self.recording
+        return layer
+
+    def note_step(self, layer_c: Any, op: int, rows: int) -> None:
+        """The operation was enqueued: it belongs to the step, or opens one."""
+        c, graph = self._c, self.recording
+        if not c.step_rows and c.state == CacheState.READY and graph is None:
+            cast("Cache", self).give_up(c.pos)  # rows from pos on are new, whatever stood there
+        layer_c.step_ops |= op
+        c.step_rows = rows
         if graph is not None:
-            graph.note(cast("Cache", self), need)
+            graph.note(cast("Cache", self), c.pos + rows)
 
     def check_steppable(self, what: str) -> None:
         """Ready or replaying; unsettled only in a round or a capture, which take the position from the device."""
@@ -339,9 +353,8 @@ class CacheRules:
         return layer
 
     def end_step(self, pos: int) -> None:
-        for layer in (*self.kv, *self.recur):
-            if layer is not None:
-                layer._c.step_ops = 0
+        for step_ops in self._step_ops:
+            step_ops.fill(0)
         self._c.step_rows = 0
         self._c.pos = pos
 
