@@ -114,8 +114,8 @@ int memra_launch_append_kv(
     int64_t slot, int32_t rows, int32_t len, int64_t max_ctx, int32_t kv_dim_k, int32_t kv_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const int64_t groups = times(times(n_seqs, rows), ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
-    LAUNCH(MEMRA_K_APPEND_KV, LINE(parts(groups, 8), 256), &k_rows, &v_rows, &k, &v, &len_d, &pos_d, &slot, &rows, &len,
+    const int64_t blocks = times(rows, (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
+    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, 32)), 256), &k_rows, &v_rows, &k, &v, &len_d, &pos_d, &slot, &rows, &len,
            &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &seqs, &n_seqs, &health,
            &layer);
 }

@@ -94,7 +94,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         # Quantises rows of K and V into slots slot .. slot+rows-1 and sets len_d, one launch.
-        # A warp owns one block of 32 elements. len >= 0: the length to store; -1: max(*len_d, slot + rows).
+        # A thread block encodes 32 blocks of K and 32 of V. len >= 0: the length to store; -1: max(*len_d, slot + rows).
         Kernel(
             "append_kv",
             "append_kv.cu",
@@ -102,7 +102,7 @@ KERNELS: dict[str, Kernel] = {
             " long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,"
             " long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,"
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
-            lambda a: _line(_ceil_div(a["n_seqs"] * a["rows"] * ((a["kv_dim_k"] + a["kv_dim_v"]) // 32), 8), 256),
+            lambda a: _line(a["n_seqs"] * _ceil_div(a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32), 32), 256),
         ),
         # Rows start .. start+rows-1 as f32 (out_bf16 = 0) or bf16, [rows, kv_dim] each.
         Kernel(
