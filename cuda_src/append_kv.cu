@@ -1,20 +1,25 @@
 // append_kv: quantises rows of K and V into the cache, at slots slot .. slot+rows-1, and sets len_d.
 //
-// The rows of a plane are one run of blocks of 32 elements. A thread block takes tile i of K's run and tile i of V's,
-// 32 blocks each: eight lanes encode a block, four elements a lane, into shared memory, from where the bytes of the
-// tile leave in 16-byte pieces. The bytes are those of formats.py, special values included. A row outside the cache
-// writes nothing at all.
+// The rows of a plane are one run of blocks of 32 elements. A thread block takes tile i of K's run, in its first half,
+// and tile i of V's: four lanes encode a block into shared memory, from where the bytes of the tile leave in pieces of
+// 16. The bytes are those of formats.py, special values included. A row outside the cache writes nothing at all.
 #include "device.cuh"
 
 enum {
-    TILE = 32,                  // blocks of a plane that a thread block encodes
-    LANES = 8,                  // that encode a block
-    EACH = MEMRA_BLOCK / LANES, // elements of a lane
-    PIECE = 16,                 // bytes of the widest store
+    LANES = 4,                      // that encode a block: lane a has elements 4a .. 4a+3 and 16+4a .. 16+4a+3
+    EACH = MEMRA_BLOCK / LANES,     // elements of a lane
+    HALF = 128,                     // threads of a plane
+    AT_ONCE = HALF / LANES,         // blocks that they encode at once
+    TURNS = 2,                      // and how often they do
+    TILE = TURNS * AT_ONCE,         // blocks of a plane that a thread block encodes
+    PIECE = 16,                     // bytes of the widest store
     PIECES = TILE * 34 / PIECE + 1  // that hold the largest tile, wherever in a piece it begins
 };
 
-// A reduction over the lanes of a block, elements of this lane first: every lane gets the same bits.
+// What is wrong with an input, as bits.
+enum { NONFINITE = 1, OVERFLOW = 2, SATURATED = 4 };
+
+// A reduction over the lanes of a block: every lane gets the same bits.
 #define OVER_BLOCK(combine, x)                                                                    \
     for (int apart = 1; apart < LANES; apart *= 2) x = combine(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart))
 
@@ -24,73 +29,80 @@ static __device__ float inverse(float d) {
     return memra_finite(inv) || inv != inv ? inv : 0.0f;
 }
 
-static __device__ bool infinite(uint16_t half) { return (half & 0x7FFFu) == 0x7C00u; }
+static __device__ int overflow(uint16_t half) { return (half & 0x7FFFu) == 0x7C00u ? OVERFLOW : 0; }
 
 static __device__ float largest_magnitude(const float* x) {
-    float amax = memra_max(memra_max(fabsf(x[0]), fabsf(x[1])), memra_max(fabsf(x[2]), fabsf(x[3])));
+    float amax = fabsf(x[0]);
+    for (int i = 1; i < EACH; i++) amax = memra_max(amax, fabsf(x[i]));
     OVER_BLOCK(memra_max, amax);
     return amax;
 }
 
-// Four codes as bytes, the first the lowest.
+// The low bytes of four codes, the first the lowest.
 static __device__ uint32_t packed(const int* q) {
-    return (uint32_t)(q[0] & 255) | (uint32_t)(q[1] & 255) << 8 | (uint32_t)(q[2] & 255) << 16 | (uint32_t)q[3] << 24;
+    return memra_bytes(memra_bytes(q[0], q[1], 0x0040), memra_bytes(q[2], q[3], 0x0040), 0x5410);
+}
+
+// Bit 4 of four bytes, side by side.
+static __device__ uint32_t fourth_bits(uint32_t bytes) {
+    return (bytes >> 4 & 0x01010101u) * 0x01020408u >> 24 & 15u;
 }
 
 // Four bytes to where two-byte alignment is all there is.
-static __device__ void put_bytes(uint8_t* to, uint32_t bytes) {
+static __device__ void put(uint8_t* to, uint32_t bytes) {
     ((uint16_t*)to)[0] = (uint16_t)bytes;
     ((uint16_t*)to)[1] = (uint16_t)(bytes >> 16);
 }
 
-// Byte i of qs: bits 0-3 of code i, then those of code i + 16, which a lane four further has.
-static __device__ void put_nibbles(uint8_t* qs, uint32_t codes, int lane) {
-    const uint32_t low = codes & 0x0F0F0F0Fu, high = __shfl_xor_sync(MEMRA_ALL_LANES, low, LANES / 2);
-    if (lane < LANES / 2) put_bytes(qs + EACH * lane, low | high << 4);
-}
-
-// Each encodes elements 4 * lane .. 4 * lane + 3 and returns whether f16 d or m became infinite, which is no fault
-// where an input was infinite. A code is in range wherever 1/d is finite; where it is not, the product is 0 or NaN,
-// and a NaN becomes code 0.
-static __device__ bool encode_q8_0(memra_q8_0* block, const float* x, int lane) {
+// Each encodes this lane's elements, and says whether f16 d or m became infinite or an element saturated. A code is in
+// range wherever 1/d is finite; where it is not, the product is 0 or NaN, and a NaN becomes code 0.
+static __device__ int encode_q8_0(memra_q8_0* block, const float* x, int lane) {
     const float d = __fdiv_rn(largest_magnitude(x), 127.0f), inv = inverse(d);
     const uint16_t half = memra_to_f16(d);
     int q[EACH];
     for (int i = 0; i < EACH; i++) q[i] = __float2int_rn(__fmul_rn(x[i], inv));
-    put_bytes((uint8_t*)block->q + EACH * lane, packed(q));
+    put((uint8_t*)block->q + 4 * lane, packed(q));
+    put((uint8_t*)block->q + 4 * lane + 16, packed(q + 4));
     if (lane == 0) block->d = half;
-    return infinite(half);
+    return overflow(half);
 }
 
-static __device__ bool encode_q5_1(memra_q5_1* block, const float* x, int lane) {
-    float low = memra_min(memra_min(x[0], x[1]), memra_min(x[2], x[3]));
-    float high = memra_max(memra_max(x[0], x[1]), memra_max(x[2], x[3]));
+static __device__ int encode_q5_1(memra_q5_1* block, const float* x, int lane) {
+    float low = x[0], high = x[0];
+    for (int i = 1; i < EACH; i++) low = memra_min(low, x[i]), high = memra_max(high, x[i]);
     OVER_BLOCK(memra_min, low);
     OVER_BLOCK(memra_max, high);
     const float d = __fdiv_rn(__fsub_rn(high, low), 31.0f), inv = inverse(d);
     const uint16_t half = memra_to_f16(d), half_low = memra_to_f16(low);
     int q[EACH];
     for (int i = 0; i < EACH; i++) q[i] = __float2int_rn(__fmul_rn(__fsub_rn(x[i], low), inv));
-    put_nibbles(block->qs, packed(q), lane);
-    const unsigned top = (unsigned)(q[0] >> 4 | q[1] >> 4 << 1 | q[2] >> 4 << 2 | q[3] >> 4 << 3);  // bit 4 of each
-    const unsigned next = __shfl_xor_sync(MEMRA_ALL_LANES, top, 1);
-    if (lane % 2 == 0) ((uint8_t*)&block->qh)[lane / 2] = (uint8_t)(top | next << 4);
+    const uint32_t near = packed(q), far = packed(q + 4);
+    put(block->qs + 4 * lane, (near & 0x0F0F0F0Fu) | (far & 0x0F0F0F0Fu) << 4);
+    uint32_t top = (fourth_bits(near) | fourth_bits(far) << 16) << 4 * lane;
+    for (int apart = 1; apart < LANES; apart *= 2) top |= __shfl_xor_sync(MEMRA_ALL_LANES, top, apart);
     if (lane == 0) {
         block->d = half;
         block->m = half_low;
+        block->qh = top;
     }
-    return infinite(half) || infinite(half_low);
+    return overflow(half) | overflow(half_low);
 }
 
-static __device__ bool encode_q4_0(memra_q4_0* block, const float* x, int lane) {
+static __device__ int encode_q4_0(memra_q4_0* block, const float* x, int lane) {
     const float amax = largest_magnitude(x);
-    int mine = EACH;  // the first of the largest magnitude
-    for (int i = EACH - 1; i >= 0; i--) mine = fabsf(x[i]) == amax ? i : mine;
-    const int group = (int)(threadIdx.x & 31) - lane;
-    const unsigned owners = __ballot_sync(MEMRA_ALL_LANES, mine < EACH) >> group & 0xFFu;
-    const float candidate = mine == 3 ? x[3] : mine == 2 ? x[2] : mine == 1 ? x[1] : x[0];
-    const float extreme = __shfl_sync(MEMRA_ALL_LANES, candidate, group + memra_lowest_lane(owners));
-    const float d = __fdiv_rn(extreme, -8.0f), inv = inverse(d);
+    int first = MEMRA_BLOCK;  // the first element of that magnitude
+    for (int i = EACH - 1; i >= 0; i--)
+        if (fabsf(x[i]) == amax) first = i < 4 ? 4 * lane + i : 4 * lane + i + 12;
+    for (int apart = 1; apart < LANES; apart *= 2) {
+        const int other = __shfl_xor_sync(MEMRA_ALL_LANES, first, apart);
+        first = other < first ? other : first;
+    }
+    first %= MEMRA_BLOCK;  // all are NaN: any will do
+    float candidate = x[0];
+    for (int i = 1; i < EACH; i++)
+        if (i == first / 16 * 4 + first % 4) candidate = x[i];
+    const int owner = (int)(threadIdx.x & 31) - lane + first % 16 / 4;
+    const float d = __fdiv_rn(__shfl_sync(MEMRA_ALL_LANES, candidate, owner), -8.0f), inv = inverse(d);
     const uint16_t half = memra_to_f16(d);
     const bool overflowed = inv == 0.0f && d != 0.0f && memra_finite(d);
     int q[EACH];
@@ -98,109 +110,62 @@ static __device__ bool encode_q4_0(memra_q4_0* block, const float* x, int lane) 
         const int code = __float2int_rz(__fmaf_rn(x[i], inv, 8.5f));
         q[i] = overflowed ? 8 : code > 15 ? 15 : code;
     }
-    put_nibbles(block->qs, packed(q), lane);
+    put(block->qs + 4 * lane, packed(q) | packed(q + 4) << 4);
     if (lane == 0) block->d = half;
-    return infinite(half);
+    return overflow(half);
 }
 
-static __device__ void encode_fp8(memra_fp8* block, const float* x, int lane) {
-    for (int i = 0; i < EACH; i++) block->q[EACH * lane + i] = memra_to_e4m3(x[i]);
+static __device__ int encode_fp8(memra_fp8* block, const float* x, int lane) {
+    int q[EACH], wrong = 0;
+    for (int i = 0; i < EACH; i++) {
+        q[i] = memra_to_e4m3(x[i]);
+        if (memra_finite(x[i]) && fabsf(x[i]) > 464.0f) wrong = SATURATED;  // farther from 448 than half a step
+    }
+    ((uint32_t*)block->q)[lane] = packed(q);
+    ((uint32_t*)block->q)[lane + 4] = packed(q + 4);
+    return wrong;
+}
+
+static __device__ int encode(uint8_t* block, int format, const float* x, int lane) {
+    if (format == MEMRA_Q8_0) return encode_q8_0((memra_q8_0*)block, x, lane);
+    if (format == MEMRA_Q5_1) return encode_q5_1((memra_q5_1*)block, x, lane);
+    if (format == MEMRA_Q4_0) return encode_q4_0((memra_q4_0*)block, x, lane);
+    return encode_fp8((memra_fp8*)block, x, lane);
 }
 
 static __device__ int block_bytes(int format) {
     return format == MEMRA_Q8_0 ? 34 : format == MEMRA_Q5_1 ? 24 : format == MEMRA_Q4_0 ? 18 : 32;
 }
 
-// One plane of one sequence as a thread block sees it: the rows' blocks from `begin` on.
-struct Tile {
-    const float* x;         // of the run
-    uint8_t* bytes;         // where the run's first row goes
-    long long tok_bytes;
-    int blocks;             // of a row
-    int format;
-    long long begin, end;   // blocks of the run
-    bool apart;             // rows do not follow each other without a gap
-    int skew;               // of the staged bytes, so that pieces lie in shared memory as in the plane
-};
-
-static __device__ Tile tile_of(const float* x, int kv_dim, int rows, int format, long long tok_bytes, unsigned index) {
-    Tile t;
-    t.x = x;
-    t.blocks = kv_dim / MEMRA_BLOCK;
-    t.format = format;
-    t.tok_bytes = tok_bytes;
-    t.begin = (long long)index * TILE;
-    t.end = (long long)rows * t.blocks;
-    if (t.end > t.begin + TILE) t.end = t.begin + TILE;
-    if (t.end < t.begin) t.end = t.begin;
-    t.apart = tok_bytes != (long long)t.blocks * block_bytes(format);
-    return t;
-}
-
-// This lane's elements of the tile; zeros behind its end.
-static __device__ void load(const Tile& t, float* x) {
-    const long long block = t.begin + threadIdx.x / LANES;
-    const float* from = t.x + block * MEMRA_BLOCK + threadIdx.x % LANES * EACH;
-    if (block >= t.end) {
-        x[0] = x[1] = x[2] = x[3] = 0.0f;
-    } else if ((uint64_t)t.x % sizeof(float4) == 0) {
-        const float4 four = *(const float4*)from;
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+// This lane's elements of its first `turns` blocks; `from` is the first of them.
+static __device__ void load(const float* from, int turns, float (*x)[EACH]) {
+    if ((uint64_t)from % sizeof(float4) == 0) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++, from += AT_ONCE * MEMRA_BLOCK) {
+            if (turn >= turns) break;
+            const float4 a = *(const float4*)from, b = *(const float4*)(from + 16);
+            x[turn][0] = a.x, x[turn][1] = a.y, x[turn][2] = a.z, x[turn][3] = a.w;
+            x[turn][4] = b.x, x[turn][5] = b.y, x[turn][6] = b.z, x[turn][7] = b.w;
+        }
     } else {
-        for (int i = 0; i < EACH; i++) x[i] = from[i];
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++, from += AT_ONCE * MEMRA_BLOCK) {
+            if (turn >= turns) break;
+            for (int i = 0; i < EACH; i++) x[turn][i] = from[i < 4 ? i : i + 12];
+        }
     }
 }
 
-// Encodes this lane's elements into the stage, and reports what is wrong with them.
-static __device__ void encode(const Tile& t, const float* x, uint8_t* stage, memra_health* health, int layer,
-                              long long first) {
-    const int lane = threadIdx.x % LANES, block = threadIdx.x / LANES;
-    uint8_t* to = stage + t.skew + block * block_bytes(t.format);
-    bool overflow = false, saturated = false;
-    if (t.format == MEMRA_Q8_0) {
-        overflow = encode_q8_0((memra_q8_0*)to, x, lane);
-    } else if (t.format == MEMRA_Q5_1) {
-        overflow = encode_q5_1((memra_q5_1*)to, x, lane);
-    } else if (t.format == MEMRA_Q4_0) {
-        overflow = encode_q4_0((memra_q4_0*)to, x, lane);
-    } else {
-        encode_fp8((memra_fp8*)to, x, lane);
-        for (int i = 0; i < EACH; i++) saturated |= memra_finite(x[i]) && fabsf(x[i]) > 464.0f;  // 448 and half a step
-    }
-    bool nonfinite = false;
-    for (int i = 0; i < EACH; i++) nonfinite |= !memra_finite(x[i]);
-    if (!__any_sync(MEMRA_ALL_LANES, nonfinite | overflow | saturated)) return;
-    const int group = (int)(threadIdx.x & 31) - lane;
-    const bool any_nonfinite = __ballot_sync(MEMRA_ALL_LANES, nonfinite) >> group & 0xFFu;
-    const bool any_saturated = __ballot_sync(MEMRA_ALL_LANES, saturated) >> group & 0xFFu;
-    if (lane != 0) return;
-    const long long slot = first + (t.begin + block) / t.blocks;
-    if (any_nonfinite) memra_report(health, MEMRA_FAULT_NONFINITE, layer, slot, 1);
-    if (overflow && !any_nonfinite) memra_report(health, MEMRA_FAULT_SCALE_OVERFLOW, layer, slot, 1);
-    if (any_saturated) memra_report(health, MEMRA_FAULT_FP8_SATURATED, layer, slot, 1);
+// Reports what is wrong with each block of the warp, whose lanes have their own share of `wrong`.
+static __device__ __noinline__ void report(int wrong, memra_health* health, int layer, long long slot) {
+    for (int apart = 1; apart < LANES; apart *= 2) wrong |= __shfl_xor_sync(MEMRA_ALL_LANES, wrong, apart);
+    if (threadIdx.x % LANES) return;
+    if (wrong & NONFINITE) memra_report(health, MEMRA_FAULT_NONFINITE, layer, slot, 1);
+    if (wrong == OVERFLOW) memra_report(health, MEMRA_FAULT_SCALE_OVERFLOW, layer, slot, 1);
+    if (wrong & SATURATED) memra_report(health, MEMRA_FAULT_FP8_SATURATED, layer, slot, 1);
 }
 
-// Stores piece `index` of the staged tile: 16 bytes at once, or those that are the tile's own.
-static __device__ void store(const Tile& t, const uint8_t* stage, int index) {
-    const int at = index * PIECE, end = t.skew + (int)(t.end - t.begin) * block_bytes(t.format);
-    uint8_t* to = t.bytes + t.begin * block_bytes(t.format) - t.skew;
-    if (at >= t.skew && at + PIECE <= end) {
-        *(uint4*)(to + at) = *(const uint4*)(stage + at);
-        return;
-    }
-    for (int i = at < t.skew ? t.skew : at; i < at + PIECE && i < end; i++) to[i] = stage[i];
-}
-
-// The same for rows that lie apart, block by block.
-static __device__ void store_apart(const Tile& t, const uint8_t* stage) {
-    const long long block = t.begin + threadIdx.x / LANES, row = block / t.blocks;
-    const int size = block_bytes(t.format);
-    if (block >= t.end) return;
-    uint8_t* to = t.bytes + row * t.tok_bytes + (block - row * t.blocks) * size;
-    for (int i = threadIdx.x % LANES; i < size; i += LANES) to[i] = stage[threadIdx.x / LANES * size + i];
-}
-
-// k_rows (n_seqs, rows, kv_dim_k), v_rows (n_seqs, rows, kv_dim_v); k, v: token t at byte t * tok_bytes.
+// k_rows (n_seqs, rows, kv_dim_k), v_rows (n_seqs, rows, kv_dim_v); k, v: token t at byte t * tok_bytes, whole blocks.
 // len >= 0: the length to store; -1: the larger of the old one and slot + rows.
 extern "C" __global__ void __launch_bounds__(256) append_kv(
         const float* k_rows, const float* v_rows, uint8_t* k, uint8_t* v, int* len_d, const int* pos_d,
@@ -208,17 +173,18 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
         long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, const memra_seq* seqs, int n_seqs,
         memra_health* health, int layer) {
     __shared__ uint4 stages[2][PIECES];
-    uint8_t *const stage_k = (uint8_t*)stages[0], *const stage_v = (uint8_t*)stages[1];
-    const long long run = (long long)rows * (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK;
-    const unsigned tiles = (unsigned)((run + TILE - 1) / TILE), seq = blockIdx.x / tiles, index = blockIdx.x % tiles;
-    if ((int)seq >= n_seqs) return;
-    const long long before = (long long)seq * rows;
-    Tile tk = tile_of(k_rows + before * kv_dim_k, kv_dim_k, rows, k_format, k_tok_bytes, index);
-    Tile tv = tile_of(v_rows + before * kv_dim_v, kv_dim_v, rows, v_format, v_tok_bytes, index);
-    float xk[EACH], xv[EACH];
-    load(tk, xk);
-    load(tv, xv);
+    const bool is_v = threadIdx.x >= HALF;
+    const unsigned thread = threadIdx.x % HALF, lane = thread % LANES, group = thread / LANES;
+    const unsigned blocks = (unsigned)(is_v ? kv_dim_v : kv_dim_k) / MEMRA_BLOCK;
+    const int format = is_v ? v_format : k_format, size = block_bytes(format);
+    const long long run = (long long)rows * blocks, tok_bytes = is_v ? v_tok_bytes : k_tok_bytes;
+    const float* x_rows = is_v ? v_rows : k_rows;
+    unsigned index = blockIdx.x;
     if (seqs) {
+        const long long most = (long long)rows * ((unsigned)(kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
+        const unsigned tiles = (unsigned)((most + TILE - 1) / TILE), seq = index / tiles;
+        index -= seq * tiles;
+        x_rows += seq * run * MEMRA_BLOCK;
         k = (uint8_t*)seqs[seq].k;
         v = (uint8_t*)seqs[seq].v;
         len_d = (int*)seqs[seq].len_d;
@@ -226,6 +192,11 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
         health = (memra_health*)seqs[seq].health;
         max_ctx = seqs[seq].max_ctx;
     }
+    const long long begin = (long long)index * TILE, left = run - begin;  // blocks
+    const unsigned n = left > TILE ? TILE : left > 0 ? (unsigned)left : 0;
+    const int turns = ((int)n - (int)group + AT_ONCE - 1) / AT_ONCE;  // of this lane
+    float x[TURNS][EACH] = {};
+    load(x_rows + (begin + group) * MEMRA_BLOCK + 4 * lane, turns, x);
     const long long first = memra_slot(pos_d, slot);
     const bool leader = index == 0 && threadIdx.x == 0;
     if (first < 0 || first + rows > max_ctx) {
@@ -236,17 +207,27 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
         const int end = (int)(first + rows);
         *len_d = len >= 0 ? len : *len_d > end ? *len_d : end;
     }
-    tk.bytes = k + first * k_tok_bytes;
-    tv.bytes = v + first * v_tok_bytes;
-    tk.skew = tk.apart ? 0 : (int)((uint64_t)(tk.bytes + tk.begin * block_bytes(k_format)) % PIECE);
-    tv.skew = tv.apart ? 0 : (int)((uint64_t)(tv.bytes + tv.begin * block_bytes(v_format)) % PIECE);
-    if (tk.begin < tk.end) encode(tk, xk, stage_k, health, layer, first);
-    if (tv.begin < tv.end) encode(tv, xv, stage_v, health, layer, first);
+    // The tile in the plane; in the stage it begins as far behind a piece as there.
+    uint8_t* const to = (is_v ? v : k) + first * tok_bytes + begin * size;
+    const int skew = (int)((uint64_t)to % PIECE), end = skew + (int)n * size;
+    uint8_t* const stage = (uint8_t*)stages[is_v];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        const unsigned block = group + turn * AT_ONCE;
+        if (turn * AT_ONCE >= n) break;
+        int wrong = encode(stage + skew + block * size, format, x[turn], lane);
+        float nothing = 0.0f;  // NaN where an element is not finite
+        for (int i = 0; i < EACH; i++) nothing = __fmaf_rn(x[turn][i], 0.0f, nothing);
+        if (nothing != nothing) wrong |= NONFINITE;
+        if (__any_sync(MEMRA_ALL_LANES, wrong)) report(wrong, health, layer, first + (begin + block) / blocks);
+    }
     __syncthreads();
-    if (tk.apart) store_apart(tk, stage_k);
-    if (tv.apart) store_apart(tv, stage_v);
-    const int piece = threadIdx.x;  // of K, then of V
-    if (piece < PIECES && !tk.apart) store(tk, stage_k, piece);
-    if (piece >= PIECES && piece < 2 * PIECES && !tv.apart) store(tv, stage_v, piece - PIECES);
+    for (int at = thread * PIECE; at < end; at += HALF * PIECE) {
+        if (at >= skew && at + PIECE <= end) {
+            *(uint4*)(to - skew + at) = *(const uint4*)(stage + at);
+        } else {
+            for (int i = at < skew ? skew : at; i < at + PIECE && i < end; i++) to[i - skew] = stage[i];
+        }
+    }
 }
 MEMRA_EXPORT(append_kv)

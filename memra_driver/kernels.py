@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
+APPEND_TILE = 64  # blocks of 32 elements of a plane that a thread block of append_kv encodes
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
 SCAN_WARPS = 4  # columns of the state per block of gdn_scan, one warp each
@@ -94,7 +95,8 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         # Quantises rows of K and V into slots slot .. slot+rows-1 and sets len_d, one launch.
-        # A thread block encodes 32 blocks of K and 32 of V. len >= 0: the length to store; -1: max(*len_d, slot + rows).
+        # A thread block encodes APPEND_TILE blocks of K and as many of V.
+        # len >= 0: the length to store; -1: max(*len_d, slot + rows).
         Kernel(
             "append_kv",
             "append_kv.cu",
@@ -102,7 +104,9 @@ KERNELS: dict[str, Kernel] = {
             " long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,"
             " long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,"
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
-            lambda a: _line(a["n_seqs"] * _ceil_div(a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32), 32), 256),
+            lambda a: _line(
+                a["n_seqs"] * _ceil_div(a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32), APPEND_TILE), 256
+            ),
         ),
         # Rows start .. start+rows-1 as f32 (out_bf16 = 0) or bf16, [rows, kv_dim] each.
         Kernel(
@@ -338,7 +342,10 @@ class KernelSet:
         return self._load(KERNELS[name]) if found is None else found
 
     def load_all(self) -> None:
-        """Loads every kernel of the table."""
+        """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""
+        missing = {kernel.source for kernel in KERNELS.values()} - self._libraries.keys()
+        for source, cubin in nvrtc.compile_sources(sorted(missing), self.arch).items() if missing else ():
+            self._libraries[source] = driver.library_load_data(cubin)
         for name in KERNELS:
             self.plan(name)
 
