@@ -11,7 +11,8 @@ enum {
     HALF = 128,                     // threads of a plane
     AT_ONCE = HALF / LANES,         // blocks that they encode at once
     TURNS = 2,                      // and how often they do
-    TILE = TURNS * AT_ONCE,         // blocks of a plane that a thread block encodes
+    TILE = TURNS * AT_ONCE,         // blocks of a plane that a thread block encodes,
+    MANY = 1 << 15,                 // or a turn's, so that all multiprocessors have some, where a launch has fewer
     PIECE = 16,                     // bytes of the widest store
     PIECES = TILE * 34 / PIECE + 1  // that hold the largest tile, wherever in a piece it begins
 };
@@ -23,10 +24,25 @@ enum { NONFINITE = 1, OVERFLOW = 2, SATURATED = 4 };
 #define OVER_BLOCK(combine, x)                                                                    \
     for (int apart = 1; apart < LANES; apart *= 2) x = combine(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart))
 
-// 1/d; 0 where d is 0, and where d is so small that 1/d overflows.
-static __device__ float inverse(float d) {
-    const float inv = __frcp_rn(d);
-    return memra_finite(inv) || inv != inv ? inv : 0.0f;
+// The step between codes and what a difference is multiplied by to be one.
+struct Step {
+    float d, inv;  // 1/d; 0 where d is 0, and where d is so small that 1/d overflows
+};
+
+// d = range / codes, rounded once, for codes 127, 31 and -8.
+static __device__ Step step_of(float range, float codes) {
+    Step s;
+    if (fabsf(range) > 0x1p-100f && fabsf(range) < 0x1p100f) {
+        // The remainder of the first guess is exact, and corrects it to the rounded quotient.
+        const float reciprocal = 1.0f / codes, guess = __fmul_rn(range, reciprocal);
+        s.d = __fmaf_rn(__fmaf_rn(-codes, guess, range), reciprocal, guess);
+        s.inv = memra_reciprocal(s.d);
+    } else {
+        s.d = __fdiv_rn(range, codes);
+        s.inv = __fdiv_rn(1.0f, s.d);
+        if (!memra_finite(s.inv) && s.inv == s.inv) s.inv = 0.0f;
+    }
+    return s;
 }
 
 static __device__ int overflow(uint16_t half) { return (half & 0x7FFFu) == 0x7C00u ? OVERFLOW : 0; }
@@ -57,10 +73,10 @@ static __device__ void put(uint8_t* to, uint32_t bytes) {
 // Each encodes this lane's elements, and says whether f16 d or m became infinite or an element saturated. A code is in
 // range wherever 1/d is finite; where it is not, the product is 0 or NaN, and a NaN becomes code 0.
 static __device__ int encode_q8_0(memra_q8_0* block, const float* x, int lane) {
-    const float d = __fdiv_rn(largest_magnitude(x), 127.0f), inv = inverse(d);
-    const uint16_t half = memra_to_f16(d);
+    const Step s = step_of(largest_magnitude(x), 127.0f);
+    const uint16_t half = memra_to_f16(s.d);
     int q[EACH];
-    for (int i = 0; i < EACH; i++) q[i] = __float2int_rn(__fmul_rn(x[i], inv));
+    for (int i = 0; i < EACH; i++) q[i] = __float2int_rn(__fmul_rn(x[i], s.inv));
     put((uint8_t*)block->q + 4 * lane, packed(q));
     put((uint8_t*)block->q + 4 * lane + 16, packed(q + 4));
     if (lane == 0) block->d = half;
@@ -72,10 +88,10 @@ static __device__ int encode_q5_1(memra_q5_1* block, const float* x, int lane) {
     for (int i = 1; i < EACH; i++) low = memra_min(low, x[i]), high = memra_max(high, x[i]);
     OVER_BLOCK(memra_min, low);
     OVER_BLOCK(memra_max, high);
-    const float d = __fdiv_rn(__fsub_rn(high, low), 31.0f), inv = inverse(d);
-    const uint16_t half = memra_to_f16(d), half_low = memra_to_f16(low);
+    const Step s = step_of(__fsub_rn(high, low), 31.0f);
+    const uint16_t half = memra_to_f16(s.d), half_low = memra_to_f16(low);
     int q[EACH];
-    for (int i = 0; i < EACH; i++) q[i] = __float2int_rn(__fmul_rn(__fsub_rn(x[i], low), inv));
+    for (int i = 0; i < EACH; i++) q[i] = __float2int_rn(__fmul_rn(__fsub_rn(x[i], low), s.inv));
     const uint32_t near = packed(q), far = packed(q + 4);
     put(block->qs + 4 * lane, (near & 0x0F0F0F0Fu) | (far & 0x0F0F0F0Fu) << 4);
     uint32_t top = (fourth_bits(near) | fourth_bits(far) << 16) << 4 * lane;
@@ -102,12 +118,12 @@ static __device__ int encode_q4_0(memra_q4_0* block, const float* x, int lane) {
     for (int i = 1; i < EACH; i++)
         if (i == first / 16 * 4 + first % 4) candidate = x[i];
     const int owner = (int)(threadIdx.x & 31) - lane + first % 16 / 4;
-    const float d = __fdiv_rn(__shfl_sync(MEMRA_ALL_LANES, candidate, owner), -8.0f), inv = inverse(d);
-    const uint16_t half = memra_to_f16(d);
-    const bool overflowed = inv == 0.0f && d != 0.0f && memra_finite(d);
+    const Step s = step_of(__shfl_sync(MEMRA_ALL_LANES, candidate, owner), -8.0f);
+    const uint16_t half = memra_to_f16(s.d);
+    const bool overflowed = s.inv == 0.0f && s.d != 0.0f && memra_finite(s.d);
     int q[EACH];
     for (int i = 0; i < EACH; i++) {
-        const int code = __float2int_rz(__fmaf_rn(x[i], inv, 8.5f));
+        const int code = __float2int_rz(__fmaf_rn(x[i], s.inv, 8.5f));
         q[i] = overflowed ? 8 : code > 15 ? 15 : code;
     }
     put(block->qs + 4 * lane, packed(q) | packed(q + 4) << 4);
@@ -179,10 +195,11 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
     const int format = is_v ? v_format : k_format, size = block_bytes(format);
     const long long run = (long long)rows * blocks, tok_bytes = is_v ? v_tok_bytes : k_tok_bytes;
     const float* x_rows = is_v ? v_rows : k_rows;
+    const long long most = (long long)rows * ((unsigned)(kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
+    const unsigned tile = most * n_seqs < MANY ? AT_ONCE : TILE;
     unsigned index = blockIdx.x;
     if (seqs) {
-        const long long most = (long long)rows * ((unsigned)(kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
-        const unsigned tiles = (unsigned)((most + TILE - 1) / TILE), seq = index / tiles;
+        const unsigned tiles = (unsigned)((most + tile - 1) / tile), seq = index / tiles;
         index -= seq * tiles;
         x_rows += seq * run * MEMRA_BLOCK;
         k = (uint8_t*)seqs[seq].k;
@@ -192,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(256) append_kv(
         health = (memra_health*)seqs[seq].health;
         max_ctx = seqs[seq].max_ctx;
     }
-    const long long begin = (long long)index * TILE, left = run - begin;  // blocks
-    const unsigned n = left > TILE ? TILE : left > 0 ? (unsigned)left : 0;
+    const long long begin = (long long)index * tile, left = run - begin;  // blocks
+    const unsigned n = left > tile ? tile : left > 0 ? (unsigned)left : 0;
     const int turns = ((int)n - (int)group + AT_ONCE - 1) / AT_ONCE;  // of this lane
     float x[TURNS][EACH] = {};
     load(x_rows + (begin + group) * MEMRA_BLOCK + 4 * lane, turns, x);

@@ -394,7 +394,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * 1 without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
- *   append_kv          n_seqs * (rows * (max(kv_dim_k, kv_dim_v) // 32) / 64)                 256       0
+ *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 32 : 64))                          256       0
  *   dequant_kv         rows * ((kv_dim_k + kv_dim_v) // 32) / 8                               256       0
  *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
  *   conv_ring_rebuild  conv_dim / 128                                                         128       0
@@ -409,9 +409,10 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   attend_W_wide      n_seqs * (rows * gqa / 32) * n_head_kv * 132                           128       S(32)
  *   attend_combine     n_seqs * rows * n_head                                               head_dim_v  0
  *
- * W is the least of 64, 128, 192, 256, 512 that head_dim_v does not exceed; wide entries go up to 256. gqa is n_head //
- * n_head_kv. S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
- * + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
+ * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
+ * exceed; wide entries go up to 256. gqa is n_head // n_head_kv. S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2
+ * * c * (head_dim_k + 8) + 72 * c) + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been
+ * allowed by cuKernelSetAttribute.
  */
 MEMRA_API int memra_launch_append_kv(
     memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,

@@ -8,7 +8,8 @@
 
 enum {
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8, /* CUfunction_attribute */
-    APPEND_TILE = 64,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes */
+    APPEND_TILE = 32,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes: */
+    APPEND_MANY = 1 << 15,             /* twice as many where there are so many */
     CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
     COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
     SCAN_WARPS = 4,                    /* columns of the state per block of gdn_scan, one warp each */
@@ -116,7 +117,8 @@ int memra_launch_append_kv(
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
     const int64_t blocks = times(rows, (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
-    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, APPEND_TILE)), 256), &k_rows, &v_rows, &k, &v, &len_d,
+    const int64_t tile = times(n_seqs, blocks) < APPEND_MANY ? APPEND_TILE : 2 * APPEND_TILE;
+    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, tile)), 256), &k_rows, &v_rows, &k, &v, &len_d,
            &pos_d, &slot, &rows, &len, &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format,
            &seqs, &n_seqs, &health, &layer);
 }

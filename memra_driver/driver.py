@@ -183,9 +183,15 @@ def device_primary_ctx_release(device: int) -> None:
 def ctx_get_id(ctx: int) -> int | None:
     """A number that no other context of the process ever has; None where the driver (before 12.0) has none."""
     try:
-        return int(_call("cuCtxGetId", _cu.CUcontext(ctx)))
-    except UnsupportedDriver:
-        return None
+        status, found = _cu.cuCtxGetId(ctx)
+    except (RuntimeError, ValueError) as error:
+        try:
+            _reraise("cuCtxGetId()", error)
+        except UnsupportedDriver:
+            return None
+    if status:
+        raise _failure("cuCtxGetId()", status)
+    return int(found)
 
 
 def ctx_get_current() -> int:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
-APPEND_TILE = 64  # blocks of 32 elements of a plane that a thread block of append_kv encodes
+APPEND_TILES = (32, 64)  # blocks of 32 elements of a plane that a thread block of append_kv encodes, of few and of many
+APPEND_MANY = 1 << 15
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
 SCAN_WARPS = 4  # columns of the state per block of gdn_scan, one warp each
@@ -70,6 +71,11 @@ def _line(blocks: int, threads: int) -> Shape:
     return (blocks, 1, 1), (threads, 1, 1), 0
 
 
+def _append_blocks(n_seqs: int, blocks: int) -> int:
+    """Thread blocks for so many blocks of a plane of each sequence."""
+    return n_seqs * _ceil_div(blocks, APPEND_TILES[n_seqs * blocks >= APPEND_MANY])
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One `extern "C"` kernel.
@@ -95,7 +101,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         # Quantises rows of K and V into slots slot .. slot+rows-1 and sets len_d, one launch.
-        # A thread block encodes APPEND_TILE blocks of K and as many of V.
+        # A thread block encodes one of APPEND_TILES blocks of K and as many of V.
         # len >= 0: the length to store; -1: max(*len_d, slot + rows).
         Kernel(
             "append_kv",
@@ -104,9 +110,7 @@ KERNELS: dict[str, Kernel] = {
             " long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,"
             " long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,"
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
-            lambda a: _line(
-                a["n_seqs"] * _ceil_div(a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32), APPEND_TILE), 256
-            ),
+            lambda a: _line(_append_blocks(a["n_seqs"], a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32)), 256),
         ),
         # Rows start .. start+rows-1 as f32 (out_bf16 = 0) or bf16, [rows, kv_dim] each.
         Kernel(

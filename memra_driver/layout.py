@@ -262,11 +262,11 @@ STRUCTS: dict[str, type[Structure]] = {
 }
 
 
-def column(structs: Any, name: str) -> np.ndarray[Any, Any]:
-    """One u32 field of each struct of a ctypes array, as an array over the same memory."""
+def column(structs: Any, name: str, dtype: Any) -> np.ndarray[Any, Any]:
+    """One field of each struct of a ctypes array (of a memra_slice its address), as an array over the same memory."""
     kind = type(structs)._type_
     offset, stride = getattr(kind, name).offset, ctypes.sizeof(kind)
-    return np.ndarray(len(structs), np.uint32, buffer=structs, offset=offset, strides=(stride,))
+    return np.ndarray(len(structs), dtype, buffer=structs, offset=offset, strides=(stride,))
 
 
 def put_slice(c: SliceC, plane: Any, device: int) -> None:

@@ -9,7 +9,7 @@ is wrong. So no rule is stated here: what passes here passes there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memra_driver.errors import MemraError
@@ -17,6 +17,7 @@ from memra_driver.graph import open_captures
 from memra_driver.layers import swap_states
 from memra_driver.layout import CacheState, KvLayerC, Recorder, RecurLayerC, StepOp
 from memra_driver.memory import Borrowed, CudaSlice, CudaView
+from memra_driver.place import Action
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -63,6 +64,24 @@ def prepare(
         kept.clear()
     known.refs = [weakref.ref(each, lambda _: kept.pop(key, None)) for each in operands]
     kept[key] = known
+
+
+def enqueue(
+    e: Any, cache: Cache, key: tuple[Any, ...], name: str, args: Callable[[], tuple[Any, ...]], fresh: dict[str, Any]
+) -> Action:
+    """The launch of a kernel with `args()`, kept under `key` by devices that prepare launches.
+
+    fresh: the arguments that another call with this key may have otherwise, by name; slices, None and numbers.
+    """
+    if not getattr(e, "prepares", False):
+        given = args()
+        return lambda: e.launch(name, *given)
+    launch = cache.prepared.get(key)
+    if launch is None or not launch.is_open:
+        launch = cache.prepared[key] = e.prepare(name, args())
+    for field, value in fresh.items():
+        launch.field(field).value = 0 if value is None else getattr(value, "ptr", value)
+    return launch.run  # type: ignore[no-any-return]
 
 
 class _Member:
@@ -118,9 +137,8 @@ class Prepared:
                 return False
         if self.table is not None and not (self._in_step() and self.table._open):
             return False
-        for launch in self.launches:
-            if not launch.is_open:
-                return False
+        if not self.launches[0].is_open:
+            return False
         first = self.members[0]
         pos, layer = first.c.pos, first.layer
         for slot in self.slots:
@@ -136,8 +154,8 @@ class Prepared:
             return True
         try:
             self.launches[0].run()
-            for member, own in zip(self.members, cache.members, strict=True):
-                self._note(member, own)
+            for i, member in enumerate(self.members):
+                self._note(member, cache, i)
         except MemraError:
             raise
         except BaseException:
@@ -171,12 +189,15 @@ class Prepared:
         rows = self.members[0].c.step_rows
         return all(member.c.step_rows == rows for member in self.members)
 
-    def _note(self, member: _Member, cache: Cache) -> None:
-        layer = member.layer
+    def _note(self, member: _Member, cache: Cache | CacheBatch, i: int) -> None:
+        c, layer = member.c, member.layer
         if self.appends:
-            end = member.c.pos + self.rows
+            end = c.pos + self.rows
             if layer.len < end:
                 layer.len = end
         if self.states is not None and not self.in_round:
             swap_states(layer)
-        cache.note_step(layer, self.op, self.rows)
+        if c.step_rows:  # the step is open: there is nothing else to note
+            layer.step_ops |= self.op
+        else:
+            cache.members[i].note_step(layer, self.op, self.rows)

@@ -18,6 +18,7 @@ from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, Stat
 from memra_driver.interop import operand
 from memra_driver.layout import CacheState, StepOp
 from memra_driver.place import Action, run_actions
+from memra_driver.prepared import enqueue
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -146,18 +147,26 @@ class Round:
         self, e: Any, il: int, layer: RecurLayer, count: Any, accept: int, rows: int, *, swap: bool
     ) -> list[Action]:
         """Ring and state of one layer after the accepted rows; without `swap` always in place."""
-        cache, actions = self.cache, []
-        x, q, k, v, g_log, beta = cache.tape(il, rows)
-        health = cache.health_d(il)
-        if layer.step_ops & StepOp.CONV:
-            ring = layer.conv_state
-            args = (x, ring, ring, count, accept, rows, layer.conv_dim, layer.d_conv, health, il)
-            actions.append(lambda: e.launch("conv_ring_rebuild", *args))
-        if layer.step_ops & StepOp.SCAN and not (swap and accept == rows):
+        cache, actions, ops = self.cache, [], layer.step_ops
+
+        def rebuild() -> tuple[Any, ...]:
+            x, *_ = cache.tape(il, rows)
+            ring, health = layer.conv_state, cache.health_d(il)
+            return x, ring, ring, count, accept, rows, layer.conv_dim, layer.d_conv, health, il
+
+        def rescan() -> tuple[Any, ...]:
+            _, *tape = cache.tape(il, rows)
+            sizes = layer.num_v, layer.state_size, 1.0
+            return *tape, state, state, None, None, count, taken, *sizes, None, 1, cache.health_d(il), il
+
+        if ops & StepOp.CONV:
+            fresh = {"accept_d": count, "accept": accept}
+            actions.append(enqueue(e, cache, ("rebuild", il, rows), "conv_ring_rebuild", rebuild, fresh))
+        if ops & StepOp.SCAN and not (swap and accept == rows):
             state = layer.home if cache.recording is not None else layer.ssm_state  # what the scan read
             taken = rows if count is not None else accept
-            again = (q, k, v, g_log, beta, state, state, None, None, count, taken, layer.num_v, layer.state_size, 1.0)
-            actions.append(lambda: e.launch("gdn_scan", *again, None, 1, health, il))
+            fresh = {"accept_d": count, "rows": taken, "state_in": state, "state_out": state}
+            actions.append(enqueue(e, cache, ("rescan", il, rows), "gdn_scan", rescan, fresh))
         return actions
 
     def _recurrent(self) -> list[tuple[int, RecurLayer]]:

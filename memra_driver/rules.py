@@ -18,7 +18,7 @@ from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, Memr
 from memra_driver.graph import captures_of_this_thread, open_captures
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, Recorder, StepOp
-from memra_driver.place import Key
+from memra_driver.place import Planes
 from memra_driver.plan import CachePlan
 from memra_driver.snapshot import CacheSnapshot
 
@@ -52,10 +52,11 @@ class CacheRules:
     kv: list[KvLayer | None]
     recur: list[RecurLayer | None]
     plan: CachePlan
-    _planes: dict[Key, Any]
+    _planes: Planes
     prepared: dict[Any, Any]  # operations that were checked, by prepared.key_of
     _round: Round | None = None
     _c: layout.CacheC
+    _attending: list[tuple[int, KvLayer]]
     _step_ops: tuple[np.ndarray[Any, Any], ...]  # those of all layers, in the C structs
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
@@ -139,7 +140,7 @@ class CacheRules:
             raise StateError(f"{what}: the C library records this cache; end that capture first")
 
     def check_device(self, e: Any) -> None:
-        if not any(e is each for each in self.devices):
+        if e is not self.devices[0] and not any(e is each for each in self.devices):
             raise DeviceMismatch(f"the {e!r} given is none of the objects of this cache, {list(self.devices)}")
 
     def check_state(self, what: str, *allowed: CacheState) -> None:
@@ -161,12 +162,14 @@ class CacheRules:
 
     def check_settled(self, what: str) -> None:
         """Ready, and no step, round or capture open."""
-        self.check_not_recording(what)
-        if self.open_round is not None:
-            raise StateError(f"{what}: a round is open; commit or leave it first")
-        self.check_state(what, CacheState.READY)
-        if self.step_rows:
-            raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
+        c = self._c
+        if c.state or c.recorder or c.round_width or c.step_rows or open_captures:  # a closer look
+            self.check_not_recording(what)
+            if self.open_round is not None:
+                raise StateError(f"{what}: a round is open; commit or leave it first")
+            self.check_state(what, CacheState.READY)
+            if self.step_rows:
+                raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
         self.check_lengths()
 
     def check_replay(self, what: str, rows: int) -> None:
@@ -176,9 +179,10 @@ class CacheRules:
 
     def check_lengths(self) -> None:
         """Lengths may have been assigned, here or from C; nothing is read through a wrong one."""
+        most = self.max_ctx
         self.check_length("pos", self.pos)
-        for il, layer in enumerate(self.kv):
-            if layer is not None:
+        for il, layer in self._attending:
+            if not 0 <= layer.len <= most:
                 self.check_length(f"layer {il}: len", layer.len)
 
     def check_not_behind(self, il: int) -> None:
@@ -218,6 +222,12 @@ class CacheRules:
             found = [None if kept is None else _shape(kept) for kept in getattr(snap, name)]
             if found != wanted:
                 raise SnapshotError(f"{what}: shape mismatch ({name}): {found}, the layers have {wanted}")
+        self.check_saved(what, snap)
+
+    def check_saved(self, what: str, snap: CacheSnapshot) -> None:
+        """The numbers of a snapshot: lengths of the layers that have K/V, within the cache."""
+        if snap.is_as_stamped() and 0 <= snap.pos <= self.max_ctx:
+            return
         if [saved is None for saved in snap.kv_len] != [layer is None for layer in self.kv]:
             raise SnapshotError(f"{what}: kv_len {snap.kv_len} names other layers than those with K/V")
         if not all(0 <= number <= self.max_ctx for number in (snap.pos, *filter(None, snap.kv_len))):
