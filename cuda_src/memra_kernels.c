@@ -35,7 +35,7 @@ static bool is_attend(enum memra_kernel k) {
 /* A kernel's parameters in order: p a pointer, l a long long, i an int, f a float. */
 static const char *params_of(enum memra_kernel k) {
     static const char *const params[] = {
-        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiipi", "pppppppppppliiiifpipi",
+        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiiillpi", "pppppppppppliiiifpipi",
         "ppppppppppiiifpipi", "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
     };
     if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiipipi";
@@ -143,9 +143,10 @@ int memra_launch_conv_update(
 
 int memra_launch_conv_ring_rebuild(
     memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
-    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer) {
-    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(parts(conv_dim, 128), 128), &x, &ring_old, &conv_state, &accept_d, &accept,
-           &rows, &conv_dim, &d_conv, &health, &layer);
+    int32_t rows, int32_t conv_dim, int32_t d_conv, int32_t n_layers, int64_t x_apart, int64_t ring_apart,
+    uint64_t health, int32_t layer) {
+    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(times(n_layers, parts(conv_dim, 128)), 128), &x, &ring_old, &conv_state,
+           &accept_d, &accept, &rows, &conv_dim, &d_conv, &n_layers, &x_apart, &ring_apart, &health, &layer);
 }
 
 int memra_launch_gdn_prep(

@@ -133,13 +133,15 @@ KERNELS: dict[str, Kernel] = {
             lambda a: _line(a["n_seqs"] * _ceil_div(a["conv_dim"], 128) * _ceil_div(a["rows"], CONV_ROWS), 128),
         ),
         # conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself).
-        # The count comes from accept_d when not null.
+        # The count comes from accept_d when not null. n_layers at once, the next of them x_apart and ring_apart
+        # elements further; layer: the first.
         Kernel(
             "conv_ring_rebuild",
             "conv.cu",
             "const float* x, const float* ring_old, float* conv_state, const int* accept_d, int accept,"
-            " int rows, int conv_dim, int d_conv, memra_health* health, int layer",
-            lambda a: _line(_ceil_div(a["conv_dim"], 128), 128),
+            " int rows, int conv_dim, int d_conv, int n_layers, long long x_apart, long long ring_apart,"
+            " memra_health* health, int layer",
+            lambda a: _line(a["n_layers"] * _ceil_div(a["conv_dim"], 128), 128),
         ),
         # conv_out (rows, conv_dim) -> q, k, v (rows, num_v, state_size), gates (rows, num_v).
         Kernel(

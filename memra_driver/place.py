@@ -104,6 +104,19 @@ class Planes(Mapping[Key, Any]):
             found = self._found[key] = arena.plane(*self._cuts[key])
         return found
 
+    def apart(self, name: str, first: int, second: int, d: int) -> int:
+        """Elements from where plane `name` of one layer begins in the arena to where that of another does."""
+        (begin, _, dtype), (end, _, _) = self._cuts[name, first, d], self._cuts[name, second, d]
+        return (end - begin) // np.dtype(dtype).itemsize
+
+    def span(self, name: str, first: int, last: int, d: int) -> Any:
+        """The arena from plane `name` of layer `first` to the end of that of layer `last`, with what lies between."""
+        begin, _, dtype = self._cuts[name, first, d]
+        length = self._cuts[name, last, d][1]
+        if not length:
+            return self[name, first, d]
+        return self.arenas[d].plane(begin, self.apart(name, first, last, d) + length, dtype)
+
     def __contains__(self, key: object) -> bool:
         return key in self._found or (key in self._cuts and key[2] in self.arenas)
 

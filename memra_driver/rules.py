@@ -235,6 +235,11 @@ class CacheRules:
 
     # One operation of a step.
 
+    @property
+    def planes(self) -> Planes:
+        """Its buffers by name, layer and device index."""
+        return self._planes
+
     batch: None = None  # a Cache stands for itself; a CacheBatch for several
 
     @property
