@@ -8,7 +8,7 @@
 enum {
     LANES = 4,                      // that encode a block: lane a has elements 4a .. 4a+3 and 16+4a .. 16+4a+3
     EACH = MEMRA_BLOCK / LANES,     // elements of a lane
-    HALF = 128,                     // threads of a plane
+    HALF = 64,                      // threads of a plane
     AT_ONCE = HALF / LANES,         // blocks that they encode at once
     TURNS = 2,                      // and how often they do
     TILE = TURNS * AT_ONCE,         // blocks of a plane that a thread block encodes,
@@ -183,7 +183,7 @@ static __device__ __noinline__ void report(int wrong, memra_health* health, int 
 
 // k_rows (n_seqs, rows, kv_dim_k), v_rows (n_seqs, rows, kv_dim_v); k, v: token t at byte t * tok_bytes, whole blocks.
 // len >= 0: the length to store; -1: the larger of the old one and slot + rows.
-extern "C" __global__ void __launch_bounds__(256) append_kv(
+extern "C" __global__ void __launch_bounds__(128) append_kv(
         const float* k_rows, const float* v_rows, uint8_t* k, uint8_t* v, int* len_d, const int* pos_d,
         long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,
         long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, const memra_seq* seqs, int n_seqs,

@@ -396,7 +396,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * 1 without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
- *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 32 : 64))                          256       0
+ *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 16 : 32))                          128       0
  *   dequant_kv         rows * ((kv_dim_k + kv_dim_v) // 32) / 8                               256       0
  *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
  *   conv_ring_rebuild  n_layers * (conv_dim / 128)                                            128       0

@@ -8,7 +8,7 @@
 
 enum {
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8, /* CUfunction_attribute */
-    APPEND_TILE = 32,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes: */
+    APPEND_TILE = 16,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes: */
     APPEND_MANY = 1 << 15,             /* twice as many where there are so many */
     CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
     COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
@@ -118,7 +118,7 @@ int memra_launch_append_kv(
     int32_t layer) {
     const int64_t blocks = times(rows, (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
     const int64_t tile = times(n_seqs, blocks) < APPEND_MANY ? APPEND_TILE : 2 * APPEND_TILE;
-    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, tile)), 256), &k_rows, &v_rows, &k, &v, &len_d,
+    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, tile)), 128), &k_rows, &v_rows, &k, &v, &len_d,
            &pos_d, &slot, &rows, &len, &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format,
            &seqs, &n_seqs, &health, &layer);
 }

@@ -64,6 +64,7 @@ class CacheBatch(Closing):
 
     def close(self) -> None:
         """Frees the tables; may be called twice. The caches stay, and graphs that recorded the batch end with it."""
+        self.prepared.clear()
         self._table.close()
         self._home.close()
 

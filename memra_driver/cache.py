@@ -172,6 +172,7 @@ class Cache(CacheClock):
         """
         self._check_recorder("close")
         self._c.state = CacheState.CLOSED
+        self.prepared.clear()
         if self.open_round is not None:
             self.open_round.over()
         drop_snapshots(self._c)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
-APPEND_TILES = (32, 64)  # blocks of 32 elements of a plane that a thread block of append_kv encodes, of few and of many
+APPEND_TILES = (16, 32)  # blocks of 32 elements of a plane that a thread block of append_kv encodes, of few and of many
 APPEND_MANY = 1 << 15
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
@@ -110,7 +110,7 @@ KERNELS: dict[str, Kernel] = {
             " long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,"
             " long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,"
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
-            lambda a: _line(_append_blocks(a["n_seqs"], a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32)), 256),
+            lambda a: _line(_append_blocks(a["n_seqs"], a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32)), 128),
         ),
         # Rows start .. start+rows-1 as f32 (out_bf16 = 0) or bf16, [rows, kv_dim] each.
         Kernel(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _OURS = frozenset({CudaSlice, CudaView, Borrowed})
 _PLAIN = frozenset({float, int, type(None)})  # of other types equal values may mean different things
-_BY_C = int(Recorder.C)
+_BY_C, _SCAN = int(Recorder.C), int(StepOp.SCAN)
 _MOST = 1024  # operations that a cache keeps; an engine whose arrays are always new ones would collect them without end
 
 Launches = Sequence[tuple[str, tuple[Any, ...]]]  # kernel and arguments
@@ -124,7 +124,7 @@ class Prepared:
         self.appends = op is StepOp.APPEND
         self.length = self.launches[0].field("len") if single and self.appends else None
         self.states: tuple[Any, Any] | None = None
-        if single and op is StepOp.SCAN:
+        if single and self.op & _SCAN:
             self.states = self.launches[0].field("state_in"), self.launches[0].field("state_out")
 
     def again(self, cache: Cache | CacheBatch, operands: tuple[Any, ...]) -> bool:
