@@ -62,16 +62,23 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
 MEMRA_EXPORT(conv_update)
 
 // The ring after the first `accept` rows of x (rows, conv_dim) on top of ring_old, which may be conv_state itself.
+// Of n_layers at once: x and the rings of the next begin x_apart and ring_apart elements further. layer: of the first.
 extern "C" __global__ void __launch_bounds__(128) conv_ring_rebuild(
         const float* x, const float* ring_old, float* conv_state, const int* accept_d, int accept,
-        int rows, int conv_dim, int d_conv, memra_health* health, int layer) {
+        int rows, int conv_dim, int d_conv, int n_layers, long long x_apart, long long ring_apart,
+        memra_health* health, int layer) {
     const int taken = accept_d ? *accept_d : accept;
     if (taken < 0 || taken > rows) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, (unsigned)n_layers);
         return;
     }
-    const int c = (int)(blockIdx.x * blockDim.x + threadIdx.x), pad = d_conv - 1;
-    if (c >= conv_dim) return;
+    const int channel_blocks = (conv_dim + 127) / 128, which = (int)(blockIdx.x / channel_blocks), pad = d_conv - 1;
+    const int c = (int)(blockIdx.x % channel_blocks) * 128 + (int)threadIdx.x;
+    if (c >= conv_dim || which >= n_layers) return;
+    x += which * x_apart;
+    ring_old += which * ring_apart;
+    conv_state += which * ring_apart;
     // Ascending, so a column is read before it is overwritten.
     for (int j = 0; j < pad; j++) {
         conv_state[(long long)c * pad + j] = taken + j < pad ? ring_old[(long long)c * pad + taken + j]

@@ -47,6 +47,29 @@ __device__ inline float memra_max(float a, float b) {
 #endif
 }
 
+// 1/x, rounded once, where x and 1/x are normal numbers.
+__device__ inline float memra_reciprocal(float x) {
+#if MEMRA_PTX
+    float guess;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(x));
+    return __fmaf_rn(guess, __fmaf_rn(-x, guess, 1.0f), guess);
+#else
+    return 1.0f / x;
+#endif
+}
+
+// Byte i of the result is byte (select >> 4 * i & 7) of a, 0 .. 3, and b, 4 .. 7.
+__device__ inline uint32_t memra_bytes(uint32_t a, uint32_t b, uint32_t select) {
+#if MEMRA_PTX
+    return __byte_perm(a, b, select);
+#else
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t found = 0;
+    for (int i = 0; i < 4; i++) found |= (uint32_t)(both >> 8 * (select >> 4 * i & 7u) & 255u) << 8 * i;
+    return found;
+#endif
+}
+
 // f32 -> f16 bits, half to even, overflow to infinity, every NaN to 0x7FFF.
 __device__ inline uint16_t memra_to_f16(float x) {
 #if MEMRA_PTX

@@ -401,10 +401,10 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
- *   append_kv          n_seqs * rows * ((kv_dim_k + kv_dim_v) // 32) / 8                      256       0
+ *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 16 : 32))                          128       0
  *   dequant_kv         rows * ((kv_dim_k + kv_dim_v) // 32) / 8                               256       0
  *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
- *   conv_ring_rebuild  conv_dim / 128                                                         128       0
+ *   conv_ring_rebuild  n_layers * (conv_dim / 128)                                            128       0
  *   gdn_prep           n_seqs * rows * num_v                                                  32 x 4    0
  *   gdn_scan           n_seqs * num_v * (state_size // 32)                                    32 x 4    0
  *   recur_step_N       (blocks, num_k, n_seqs)                                                256       D
@@ -424,8 +424,9 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * + (blocks > 1 ? 2 * state_size * (d_conv - 1) : 0)) bytes. Launches of recur_step out of one loaded cubin must not
  * run at the same time.
  *
- * W is the least of 64, 128, 192, 256, 512 that head_dim_v does not exceed; wide entries go up to 256. gqa is n_head //
- * n_head_kv. S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
+ * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
+ * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
+ * S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
  * + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
  */
 MEMRA_API int memra_launch_append_kv(
@@ -443,7 +444,8 @@ MEMRA_API int memra_launch_conv_update(
     int32_t layer);
 MEMRA_API int memra_launch_conv_ring_rebuild(
     memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
-    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer);
+    int32_t rows, int32_t conv_dim, int32_t d_conv, int32_t n_layers, int64_t x_apart, int64_t ring_apart,
+    uint64_t health, int32_t layer);
 MEMRA_API int memra_launch_gdn_prep(
     memra_device *device, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
     uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,

@@ -8,6 +8,8 @@
 
 enum {
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8, /* CUfunction_attribute */
+    APPEND_TILE = 16,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes: */
+    APPEND_MANY = 1 << 15,             /* twice as many where there are so many */
     CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
     COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
     SCAN_COLUMNS = 32,                 /* of a head's state, per block of gdn_scan */
@@ -40,7 +42,7 @@ static bool is_attend(enum memra_kernel k) {
 static const char *params_of(enum memra_kernel k) {
 #define RECUR "ppppppppppppliiiiiiiffpipi"
     static const char *const params[] = {
-        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiipi", "pppppppppppliiiifpipi",
+        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiiillpi", "pppppppppppliiiifpipi",
         "ppppppppppiiifpipi", RECUR, RECUR, RECUR, RECUR, "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
     };
     if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiipipi";
@@ -123,10 +125,11 @@ int memra_launch_append_kv(
     int64_t slot, int32_t rows, int32_t len, int64_t max_ctx, int32_t kv_dim_k, int32_t kv_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const int64_t groups = times(times(n_seqs, rows), ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
-    LAUNCH(MEMRA_K_APPEND_KV, LINE(parts(groups, 8), 256), &k_rows, &v_rows, &k, &v, &len_d, &pos_d, &slot, &rows, &len,
-           &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &seqs, &n_seqs, &health,
-           &layer);
+    const int64_t blocks = times(rows, (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
+    const int64_t tile = times(n_seqs, blocks) < APPEND_MANY ? APPEND_TILE : 2 * APPEND_TILE;
+    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, tile)), 128), &k_rows, &v_rows, &k, &v, &len_d,
+           &pos_d, &slot, &rows, &len, &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format,
+           &seqs, &n_seqs, &health, &layer);
 }
 
 int memra_launch_dequant_kv(
@@ -149,9 +152,10 @@ int memra_launch_conv_update(
 
 int memra_launch_conv_ring_rebuild(
     memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
-    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer) {
-    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(parts(conv_dim, 128), 128), &x, &ring_old, &conv_state, &accept_d, &accept,
-           &rows, &conv_dim, &d_conv, &health, &layer);
+    int32_t rows, int32_t conv_dim, int32_t d_conv, int32_t n_layers, int64_t x_apart, int64_t ring_apart,
+    uint64_t health, int32_t layer) {
+    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(times(n_layers, parts(conv_dim, 128)), 128), &x, &ring_old, &conv_state,
+           &accept_d, &accept, &rows, &conv_dim, &d_conv, &n_layers, &x_apart, &ring_apart, &health, &layer);
 }
 
 int memra_launch_gdn_prep(

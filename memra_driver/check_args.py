@@ -162,8 +162,17 @@ def rebuild_args(conv: Args, accept: int, **other: Any) -> Args:
     return {
         "x": conv["x"], "ring_old": conv["conv_state"], "conv_state": poison(conv["conv_state"].size),
         "accept_d": None, "accept": accept, "rows": conv["rows"], "conv_dim": conv["conv_dim"],
-        "d_conv": conv["d_conv"], "health": record(), "layer": LAYER,
+        "d_conv": conv["d_conv"], "n_layers": 1, "x_apart": 0, "ring_apart": 0, "health": record(), "layer": LAYER,
     } | other  # fmt: skip
+
+
+def several_rebuild_args(rng: Rng, accept: int, **other: Any) -> Args:
+    """Three layers of 5 rows, 130 channels and 4 taps, with a gap behind each."""
+    x_apart, ring_apart = 5 * 130 + 7, 3 * 130 + 11
+    ring = normal(rng, 3 * ring_apart)
+    made = rebuild_args(conv_args(rng, 5, 130, 4), accept)
+    apart = {"n_layers": 3, "x_apart": x_apart, "ring_apart": ring_apart}
+    return made | {"x": normal(rng, 3 * x_apart), "ring_old": ring, "conv_state": ring} | apart | other
 
 
 def prep_args(rng: Rng, rows: int, keys: int, values: int, size: int, **other: Any) -> Args:

@@ -25,6 +25,7 @@ from memra_driver.check_args import (
     recur_args,
     rows_args,
     scan_args,
+    several_rebuild_args,
     spoil,
     spread,
 )
@@ -101,6 +102,8 @@ def conv_cases(rng: Rng, small: bool) -> Iterator[Case]:
     for accept in (-1, 6):
         rebuild = rebuild_args(conv_args(rng, 5, 64, 4), 0, accept_d=i32(accept))
         yield single(f"{accept} of 5 rows", "conv_ring_rebuild", rebuild)
+    for accept in (2, 5, 6):
+        yield single(f"{accept} of 5 rows, three layers", "conv_ring_rebuild", several_rebuild_args(rng, accept))
     for rows in (3, 20):
         args = conv_args(rng, rows, 70, 4, tape=poison(rows * 70))
         yield single(f"{rows} rows to the tape", "conv_update", args, tolerance=near)

@@ -116,12 +116,16 @@ def conv_update(a: Args) -> None:
 def conv_ring_rebuild(a: Args) -> None:
     taken = a["accept"] if a["accept_d"] is None else int(a["accept_d"][0])
     if not 0 <= taken <= a["rows"]:
-        report(a, BAD_ACCEPT, 0)
+        for _ in range(a["n_layers"]):
+            report(a, BAD_ACCEPT, 0)
         return
     channels, pad = a["conv_dim"], a["d_conv"] - 1
-    old, x = a["ring_old"].reshape(channels, pad).copy(), a["x"].reshape(-1, channels)
-    for c in range(channels):
-        a["conv_state"][c * pad : (c + 1) * pad] = [*old[c], *x[:taken, c]][taken:]
+    old = a["ring_old"].copy()
+    for i in range(a["n_layers"]):
+        x = a["x"][i * a["x_apart"] :][: a["rows"] * channels].reshape(-1, channels)
+        for c in range(channels):
+            at = i * a["ring_apart"] + c * pad
+            a["conv_state"][at : at + pad] = [*old[at : at + pad], *x[:taken, c]][taken:]
 
 
 def gdn_prep(a: Args) -> None:

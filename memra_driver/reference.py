@@ -134,18 +134,23 @@ def conv_update(
 
 def conv_ring_rebuild(
     x: F32, ring_old: F32, conv_state: F32, accept_d: I32 | None, accept: int, rows: int, conv_dim: int, d_conv: int,
-    health: U8 | None, layer: int,
+    n_layers: int, x_apart: int, ring_apart: int, health: U8 | None, layer: int,
 ) -> None:
-    """conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself)."""
+    """conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself).
+
+    Of n_layers at once: x and the rings of the next begin x_apart and ring_apart elements further.
+    """
     accept = accept if accept_d is None else int(accept_d[0])
     if accept < 0 or accept > rows:
-        report(health, Fault.BAD_ACCEPT, layer, 0, 1)
+        report(health, Fault.BAD_ACCEPT, layer, 0, n_layers)
         return
     shape = (conv_dim, d_conv - 1)
     size = shape[0] * shape[1]
-    taken = x[: accept * conv_dim].reshape(accept, conv_dim)
-    history = np.concatenate([ring_old[:size].reshape(shape).T, taken])
-    conv_state[:size].reshape(shape)[:] = history[accept:].T
+    for i in range(n_layers):
+        ring, inputs = slice(i * ring_apart, i * ring_apart + size), i * x_apart
+        taken = x[inputs : inputs + accept * conv_dim].reshape(accept, conv_dim)
+        history = np.concatenate([ring_old[ring].reshape(shape).T, taken])
+        conv_state[ring].reshape(shape)[:] = history[accept:].T
 
 
 def _lane_sum(products: F32) -> F32:

@@ -60,6 +60,7 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
     """Arguments of a kernel, no two alike but by chance; sizes are small enough for a grid."""
     small = {
         "rows": (1, 70), "n_seqs": (1, 9), "conv_dim": (1, 5000), "num_v": (1, 64), "n": (1, 300), "columns": (1, 9000),
+        "n_layers": (1, 60),
         "kv_dim_k": (1, 4096), "kv_dim_v": (1, 4096), "n_head": (1, 64), "head_dim_v": (32, 512),
     }  # fmt: skip
     args: dict[str, Any] = {}

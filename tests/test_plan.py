@@ -477,3 +477,26 @@ def test_any_geometry_tiles_its_arena(
 
 def test_the_tiny_state_is_what_these_numbers_say() -> None:
     assert (TINY_SSM.conv_dim, TINY_SSM.pad, TINY_SSM.key_dim) == (128, 3, 32)
+
+
+def test_caches_of_one_kind_share_their_plan_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, options = tiny(), CacheOptions(max_rows=3)
+    first = CachePlan.of(cfg, 64, POLICY, options)
+    assert CachePlan.of(tiny(), 64, FormatPolicy(), CacheOptions(max_rows=3)) is first
+    others = [
+        CachePlan.of(cfg, 65, POLICY, options), CachePlan.of(cfg, 64, FormatPolicy(v="q4_0"), options),
+        CachePlan.of(cfg, 64, POLICY, None), CachePlan.of(cfg, 64, POLICY, options, (0, 4, 8)),
+        CachePlan.of(cfg, 64, POLICY, options, (0, 4, 8), (0, 0)), CachePlan.of(tiny(n_head_kv=4), 64, POLICY, options),
+    ]  # fmt: skip
+    assert len({id(each) for each in (first, *others)}) == 7
+    for form in ("q5_1", "q4_0", "q5_1"):  # read at each call
+        monkeypatch.setenv("MEMRA_KV_V", form)
+        assert CachePlan.of(cfg, 64, None, options).policy == FormatPolicy(v=form)
+
+
+@pytest.mark.parametrize("max_ctx", [True, 64.0, "64", -1])
+def test_a_plan_that_is_refused_is_refused_by_of_too(max_ctx: Any) -> None:
+    CachePlan.of(tiny(), 1, POLICY, None)
+    CachePlan.of(tiny(), 64, POLICY, None)
+    with pytest.raises(ConfigError, match="max_ctx"):
+        CachePlan.of(tiny(), max_ctx, POLICY, None)

@@ -158,6 +158,7 @@ class CDev(CudaDev):
     (events, copies from another device, captures that Python begins) is done beside it, on the same stream.
     """
 
+    prepares = False
     kernels: Any  # what loads them: the LibraryDevice
 
     def __init__(
