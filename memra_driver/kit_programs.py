@@ -137,6 +137,9 @@ def _by_hand() -> Program:
             fill(il, plane, tag, 0, size)
     stand(5)
     p.call("digest")
+    p.call("assign", pos=5, len=[4 if il in attention else -1 for il in range(9)])
+    p.call("digest")  # counts the rows that the host says, and what the device says
+    p.call("assign", pos=5, len=[5 if il in attention else -1 for il in range(9)])
     p.call("snapshot", slot=0)
     for start, count, tags in ((5, 3, (11,)), (8, 4, (21, 31))):
         if start == 8:
@@ -176,6 +179,8 @@ def _speculation(policy: FormatPolicy) -> Iterator[Program]:
     for op, args in (("snapshot", {"slot": 1}), ("snapshot_into", {"slot": 0}), ("round", {"width": 2})):
         p.call(op, **args)  # refused: the replay is pending
     p.append((4, 5, 6), 1)  # refused: a replay takes the accepted rows only
+    p.call("rollback", slot=0, accept=3)  # refused: two rows stand
+    p.call("rollback", slot=0, accept=2)
     p.run(4)
     p.run(5)
     p.call("snapshot_into", slot=0)
@@ -208,6 +213,11 @@ def _speculation(policy: FormatPolicy) -> Iterator[Program]:
     p.call("round", width=4)
     p.run(9, 95, 96, 97, advance=False)
     p.call("commit", accept=1)
+    p.call("snapshot", slot=0)
+    p.call("round", width=2)
+    p.run(98, 99, advance=False)
+    p.call("rollback", slot=0, accept=1)  # refused: nothing of a round stands before its commit
+    p.call("rollback", slot=0, accept=0)
     p.run(10)
     p.call("digest")
     yield p
@@ -281,6 +291,10 @@ def _refusals() -> Program:
     p.call("sync_d")
     p.call("assign", pos=3, len=[-1, 7, -1, 3])
     p.call("snapshot", slot=0)
+    p.call("assign", pos=3, len=[-1, 4, -1, 3])
+    p.call("round", width=2)
+    p.append((4,), 1)  # a round would give up a row
+    p.call("reject")
     p.call("assign", pos=3, len=[-1, 3, -1, 3])
     p.call("sync_d")
     p.attend((1, 2, 3, 4, 5), 1)  # more rows than max_rows
@@ -310,6 +324,16 @@ def _snapshots_given_up() -> Program:
     p.call("rollback", slot=1, accept=0)
     p.call("snapshot_into", slot=1)
     p.call("rollback", slot=1, accept=0)
+    for number, op in enumerate(("append_kv", "advance", "sync_d")):  # an engine that moves pos by itself
+        p.call("assign", pos=4, len=[-1, 4, -1, 4])
+        p.call("sync_d")
+        p.call("snapshot", slot=number)
+        p.call("assign", pos=2, len=[-1, 2, -1, 2])
+        if op == "append_kv":
+            p.run(6)
+        else:
+            p.call(op, **({"n": 1} if op == "advance" else {}))
+        p.call("rollback", slot=number, accept=0)
     return p
 
 
@@ -337,7 +361,7 @@ def _attention_only() -> Program:
 def _borrowed() -> Program:
     """Windowed and global layers, two of which read the K/V of an earlier one of their kind."""
     gemma = Gemma4Config((2, 1, 2, 1), (True, False, True, False), 3, 128, 64, shared_kv_layers=2)
-    p = Program("borrowed K/V", ModelConfig(4, 2, 64, 64, n_head=4, gemma4=gemma), 9)
+    p = Program("borrowed K/V", ModelConfig(4, 2, 64, 64, n_head=4, gemma4=gemma), 9, exact=True)
     p.append((1,), 2)  # it has none of its own
     p.run(1, 2, 3, 4, 5)
     p.run(6, 7)
