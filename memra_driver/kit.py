@@ -15,12 +15,14 @@ from typing import Any
 import memra_driver
 from memra_driver import check
 from memra_driver.check import Result
+from memra_driver.check_attend import ATTEND_TOLERANCE
+from memra_driver.check_case import TOLERANCE
 from memra_driver.errors import DriverError, KitError, MemraError
-from memra_driver.kit_caches import Player
+from memra_driver.kit_caches import Player, Seen
 from memra_driver.kit_files import Array, Entry, Kit, Writer, arrays_of, entries_of
 from memra_driver.kit_kernels import FILES, kernel_case, kernel_cases
 from memra_driver.kit_plans import plan_cases, plan_result
-from memra_driver.kit_programs import cache_cases
+from memra_driver.kit_programs import programs
 from memra_driver.kvdev import HostDev
 
 
@@ -37,6 +39,38 @@ def export(folder: str | os.PathLike[str], *, small: bool = False) -> int:
         e.close()
     writer.finish(f"memra-driver {memra_driver.__version__}", small, cases)
     return len(cases)
+
+
+def cache_cases(writer: Writer, e: Any, small: bool) -> Iterator[Entry]:
+    """Plays every program on e and records what is seen."""
+    ends: dict[str, str] = {}
+    for p in programs(small):
+        player = Player(e, p.args)
+        start = before = player.after()
+        steps = []
+        try:
+            for step, inputs in p.steps:
+                seen = player.call(step, inputs)
+                steps.append(_step(writer, step, inputs, seen, before))
+                before = seen.after
+            ends[p.title] = player.cache.digest()
+        finally:
+            player.close()
+        if p.same_as is not None and ends[p.title] != ends[p.same_as]:
+            raise KitError(f"{p.title} and {p.same_as} end in different states")
+        case = {"id": f"cache {p.title}", "op": "cache", "args": p.args, "arrays": [], "start": start, "steps": steps}
+        yield case | ({"same_as": f"cache {p.same_as}"} if p.same_as else {})
+
+
+def _step(writer: Writer, step: Entry, inputs: dict[str, Array], seen: Seen, before: Entry) -> Entry:
+    """One call with its result; of the planes those that it changed."""
+    near = {"attend": ATTEND_TOLERANCE, "digest": 0.0}.get(step["op"], TOLERANCE)
+    arrays = [writer.array("caches.bin", name, "in", array) for name, array in inputs.items()]
+    arrays += [writer.array("caches.bin", name, "out", array, near) for name, array in seen.outputs.items()]
+    if seen.error:
+        return step | {"arrays": arrays, "error": seen.error}
+    planes = {name: each for name, each in seen.after["planes"].items() if before["planes"].get(name) != each}
+    return step | {"arrays": arrays, "after": seen.after | {"planes": planes}}
 
 
 def verify(e: Any, folder: str | os.PathLike[str]) -> Iterator[Result]:
@@ -120,7 +154,8 @@ def _apart(name: str, a: Array, b: Array, tolerance: float, who: tuple[str, str]
     if not far.size:
         return (float(errors.max(initial=0)) if tolerance else 0.0), ""
     at, much = int(far[0]), f" where {tolerance:.0e} of the largest magnitude is allowed" if tolerance else ""
-    return float(errors.max()), f"{name}[{at}] is {a[at]} {who[0]}, {b[at]} {who[1]}{much} ({far.size} of {a.size} differ)"
+    count = f"{far.size} of {a.size} differ"
+    return float(errors.max()), f"{name}[{at}] is {a[at]} {who[0]}, {b[at]} {who[1]}{much} ({count})"
 
 
 # Two kits.
@@ -147,15 +182,18 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> str:
 
 def _case(one: Kit, two: Kit, x: Entry, y: Entry) -> str:
     steps = x.get("steps", ()), y.get("steps", ())
-    plain = [{key: value for key, value in each.items() if key not in ("arrays", "steps")} for each in (x, y)]
-    fault = difference(*plain, "it") or _holder(one, two, x, y)
+    fault = difference(_plain(x), _plain(y), "it") or _holder(one, two, x, y)
     for number, (p, q) in enumerate(zip(*steps, strict=False)):
         if fault:
             return fault
-        plain = [{key: value for key, value in each.items() if key != "arrays"} for each in (p, q)]
-        fault = difference(*plain, f"call {number}, {p['op']}") or _holder(one, two, p, q)
+        fault = difference(_plain(p), _plain(q), "it") or _holder(one, two, p, q)
         fault = fault and f"call {number}, {p['op']}: {fault}"
     return fault or difference(len(steps[0]), len(steps[1]), "the number of calls")
+
+
+def _plain(holder: Entry) -> Entry:
+    """A case or a call without what is compared apart."""
+    return {key: value for key, value in holder.items() if key not in ("arrays", "steps")}
 
 
 def _holder(one: Kit, two: Kit, x: Entry, y: Entry) -> str:
@@ -169,7 +207,8 @@ def _holder(one: Kit, two: Kit, x: Entry, y: Entry) -> str:
         fault = difference(entry["shape"], other["shape"], f"the shape of {key[0]}")
         tolerance = min(entry.get("tolerance", 0.0), other.get("tolerance", 0.0))
         name = key[0] if key[1] == "in" else f"{key[0]} afterwards"
-        fault = fault or _apart(name, one.array(entry), two.array(other), tolerance, ("in the first", "in the second"))[1]
+        who = "in the first", "in the second"
+        fault = fault or _apart(name, one.array(entry), two.array(other), tolerance, who)[1]
     return fault
 
 
@@ -184,8 +223,6 @@ def difference(a: Any, b: Any, where: str) -> str:
                 return fault
         return ""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return next(filter(None, (difference(x, y, f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b)))), "")
+        pairs = enumerate(zip(a, b, strict=True))
+        return next(filter(None, (difference(x, y, f"{where}[{i}]") for i, (x, y) in pairs)), "")
     return "" if a == b and type(a) is type(b) else f"{where} is {a!r}, not {b!r}"
-
-
-__all__ = ["KitError", "compare", "difference", "export", "verify"]

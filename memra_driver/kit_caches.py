@@ -17,7 +17,7 @@ from memra_driver.kit_plans import planned
 from memra_driver.memory import CudaSlice
 from memra_driver.round import Round
 
-MAX_CACHE_BYTES = 256 << 20  # of planes, snapshots and scratch together: what a program may ask for
+MAX_CACHE_BYTES = 16 << 20  # of planes, snapshots and scratch together: what a program may ask for
 SLOTS = 4  # snapshots that a program holds at once
 STATES = {"gdn_scan", "rollback", "commit", "commit_device", "reject", "reset"}  # calls that move a recurrent state
 
@@ -32,7 +32,7 @@ class Seen:
 
 
 def pattern(tag: int, layer: int, start: int, count: int) -> Array:
-    """h(tag, layer, i) for i = start .. start + count - 1, as u32: the finaliser of MurmurHash3 over a sum of products."""
+    """h(tag, layer, i) for i = start .. start + count - 1, as u32: MurmurHash3's finaliser over a sum of products."""
     i = np.arange(start, start + count, dtype=np.uint64)
     h = (np.uint64(tag * 0x9E3779B1 + layer * 0x85EBCA77 & 0xFFFFFFFF) + i * np.uint64(0xC2B2AE3D)).astype(np.uint32)
     h ^= h >> 16
@@ -43,7 +43,10 @@ def pattern(tag: int, layer: int, start: int, count: int) -> Array:
 
 
 class Player:
-    """A cache for the args of a case on device e, and the calls of its program. exact: states are seen by their bytes."""
+    """A cache for the args of a case on device e, and the calls of its program.
+
+    Where the case is exact, the states are seen by the digests of their bytes, and else by their values.
+    """
 
     def __init__(self, e: Any, args: Entry) -> None:
         plan = planned(args)
@@ -108,7 +111,8 @@ class Player:
             "step_rows": cache.step_rows, "replay_to": cache.replay_to, "generation": cache.generation,
             "len": [-1 if kv is None else kv.len for kv in cache.kv],
             "len_d": [-1 if kv is None else int(kv.len_d.to_numpy()[0]) for kv in cache.kv],
-            "snapshots": snapshots, "planes": {name: self._digest(name, plane.tobytes()) for name, plane in planes.items()},
+            "snapshots": snapshots,
+            "planes": {name: self._digest(name, plane.tobytes()) for name, plane in planes.items()},
         }  # fmt: skip
 
     def _digest(self, name: str, content: bytes) -> str:
@@ -163,7 +167,8 @@ class Player:
     def gdn_scan(self, step: Entry, inputs: dict[str, Array]) -> dict[str, Any]:
         operands = self._rows(inputs, "q", "k", "v", "g_log", "beta")
         out = self._out(operands[0].len)
-        ops.gdn_scan(self.e, self.cache, step["layer"], *operands, out, scale=step["scale"])
+        q, k, v, g_log, beta = operands
+        ops.gdn_scan(self.e, self.cache, step["layer"], q, k, v, g_log, beta, out, scale=step["scale"])
         return {"out": out}
 
     def attend(self, step: Entry, inputs: dict[str, Array]) -> dict[str, Any]:
@@ -175,6 +180,9 @@ class Player:
         out = self._out(q.len // max(hk, 1) * hv)
         ops.attend(self.e, self.cache, il, q, out, scale=step["scale"], window=step["window"])
         return {"out": out}
+
+    def digest(self, step: Entry, inputs: dict[str, Array]) -> None:
+        self.cache.digest()
 
     def snapshot(self, step: Entry, inputs: dict[str, Array]) -> None:
         made = self.cache.snapshot(self.e)
@@ -227,5 +235,5 @@ CALLS: dict[str, Callable[[Player, Entry, dict[str, Array]], dict[str, Any] | No
     "sync_d": lambda p, step, _: p.cache.sync_d(p.e),
     "fill": Player.fill,
     "swap": lambda p, step, _: p._layer(step, "ssm_state").swap(),
-    "digest": lambda p, step, _: p.cache.digest() and None,
+    "digest": Player.digest,
 }

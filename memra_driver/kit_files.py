@@ -213,9 +213,9 @@ class Writer:
         """Writes everything; the manifest last, so that a folder with one is whole."""
         manifest = {
             "format": FORMAT, "made_by": made_by, "small": small, "byte_order": "little",
-            "files": [{"name": name, "bytes": len(content)} for name, content in self._files.items()], "cases": cases,
+            "files": [{"name": name, "bytes": len(content)} for name, content in self._files.items()],
         }  # fmt: skip
-        lines = ",\n".join(json.dumps(case, allow_nan=False) for case in manifest.pop("cases"))
+        lines = ",\n".join(json.dumps(case, allow_nan=False) for case in cases)
         head = json.dumps(manifest, indent=1).removesuffix("\n}")
         text = f'{head},\n "cases": [\n{lines}\n]}}\n'
         contents: dict[str, bytes | bytearray] = {**self._files, SPEC: packaged(SPEC), SCHEMA: packaged(SCHEMA)}

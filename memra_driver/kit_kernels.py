@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from memra_driver import check
 from memra_driver.check_args import ALONE, Args, partial_sums, poison
 from memra_driver.check_case import Case, single
@@ -28,7 +26,7 @@ FILES = {
     "gdn_prep": "gdn.bin", "gdn_scan": "gdn.bin", "attend": "attend.bin",
 }  # fmt: skip
 SMALL_BYTES = 110_000  # of a case's arrays: what a small kit leaves out is larger, the vectors excepted
-MAX_SCRATCH_BYTES = 256 << 20
+MAX_SCRATCH_BYTES = 64 << 20
 NULLABLE = {"pos_d", "accept_d", "tape", "health"}  # and the scan's out
 GUARD = 3  # elements behind what dequant_kv writes, which stay
 INNER = ("part", "seqs", "n_seqs")
@@ -60,7 +58,7 @@ def _entry(writer: Writer, op: str, case: Case) -> Entry:
     expected = check.by_twins(case)
     arrays = []
     for name, before in case.arrays.items():
-        if name in case.loose and name == "part":
+        if name == "part":
             continue
         blank = before.tobytes() == poison(before.size, before.dtype).tobytes()
         if not blank:
@@ -82,12 +80,15 @@ def kernel_case(kit: Kit, entry: Entry) -> Case:
     given, wanted = arrays_of(kit, entry, "in"), arrays_of(kit, entry, "out")
     arrays = {name: poison(array.size, array.dtype) for name, array in wanted.items()} | given
     _check_sizes(entry, arrays)
+    for name, array in wanted.items():
+        if (array.dtype, array.size) != (arrays[name].dtype, arrays[name].size):
+            raise KitError(f"case {entry['id']!r}: {name} is another array before and afterwards")
     for name, value in args.items():
         if isinstance(value, str):
             arrays[name] = arrays[value]  # one piece of memory under two names
     tolerance = {each["name"]: each["tolerance"] for each in entries_of(entry, "out") if each["tolerance"]}
     loose = {name for name in ("out",) if op == "attend" and name not in wanted}
-    everything: Args = {name: None for name in (*NULLABLE, "out")} | args | arrays | ALONE
+    everything: Args = dict.fromkeys((*NULLABLE, "out")) | args | arrays | ALONE
     if op == "attend":
         everything["part"] = partial_sums(args["rows"], args["n_head"], args["head_dim_v"])
         if "out" in loose:

@@ -12,13 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from memra_driver.check_attend import ATTEND_TOLERANCE
-from memra_driver.check_case import TOLERANCE
 from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig
-from memra_driver.errors import KitError
 from memra_driver.formats import FormatPolicy
-from memra_driver.kit_caches import Player, Seen
-from memra_driver.kit_files import Array, Entry, Writer
+from memra_driver.kit_files import Array, Entry
 from memra_driver.kit_plans import args_json
 from memra_driver.plan import CacheOptions
 
@@ -37,6 +33,11 @@ class Program:
     exact: bool = False
     same_as: str | None = None
     steps: list[tuple[Entry, dict[str, Array]]] = field(default_factory=list)
+
+    @property
+    def args(self) -> Entry:
+        """As the manifest has them."""
+        return args_json(self.cfg, self.max_ctx, self.policy, self.options) | {"exact": self.exact}
 
     def call(self, op: str, inputs: dict[str, Array] | None = None, **args: Any) -> None:
         self.steps.append(({"op": op} | args, inputs or {}))
@@ -176,8 +177,9 @@ def _speculation(policy: FormatPolicy) -> Iterator[Program]:
     p.call("snapshot", slot=0)
     p.run(4, 5, 91, 92)
     p.call("rollback", slot=0, accept=2)
-    for op, args in (("snapshot", {"slot": 1}), ("snapshot_into", {"slot": 0}), ("round", {"width": 2})):
-        p.call(op, **args)  # refused: the replay is pending
+    p.call("snapshot", slot=1)  # refused: the replay is pending
+    p.call("snapshot_into", slot=0)
+    p.call("round", width=2)
     p.append((4, 5, 6), 1)  # refused: a replay takes the accepted rows only
     p.call("rollback", slot=0, accept=3)  # refused: two rows stand
     p.call("rollback", slot=0, accept=2)
@@ -331,8 +333,10 @@ def _snapshots_given_up() -> Program:
         p.call("assign", pos=2, len=[-1, 2, -1, 2])
         if op == "append_kv":
             p.run(6)
+        elif op == "advance":
+            p.call(op, n=1)
         else:
-            p.call(op, **({"n": 1} if op == "advance" else {}))
+            p.call(op)
         p.call("rollback", slot=number, accept=0)
     return p
 
@@ -375,39 +379,3 @@ def _borrowed() -> Program:
     p.call("advance", n=1)
     p.call("digest")
     return p
-
-
-# Recording.
-
-
-def cache_cases(writer: Writer, e: Any, small: bool) -> Iterator[Entry]:
-    """Plays every program on e and records what is seen."""
-    digests: dict[str, str] = {}
-    for p in programs(small):
-        args = args_json(p.cfg, p.max_ctx, p.policy, p.options) | {"exact": p.exact}
-        player = Player(e, args)
-        start = before = player.after()
-        steps = []
-        try:
-            for step, inputs in p.steps:
-                seen = player.call(step, inputs)
-                steps.append(_step(writer, step, inputs, seen, before))
-                before = seen.after
-            digests[p.title] = player.cache.digest()
-        finally:
-            player.close()
-        if p.same_as is not None and digests[p.title] != digests[p.same_as]:
-            raise KitError(f"{p.title} and {p.same_as} end in different states")
-        case = {"id": f"cache {p.title}", "op": "cache", "args": args, "arrays": [], "start": start, "steps": steps}
-        yield case | ({"same_as": f"cache {p.same_as}"} if p.same_as else {})
-
-
-def _step(writer: Writer, step: Entry, inputs: dict[str, Array], seen: Seen, before: Entry) -> Entry:
-    """One call with its result; of the planes those that it changed."""
-    near = {"attend": ATTEND_TOLERANCE, "digest": 0.0}.get(step["op"], TOLERANCE)
-    arrays = [writer.array("caches.bin", name, "in", array) for name, array in inputs.items()]
-    arrays += [writer.array("caches.bin", name, "out", array, near) for name, array in seen.outputs.items()]
-    if seen.error:
-        return step | {"arrays": arrays, "error": seen.error}
-    planes = {name: each for name, each in seen.after["planes"].items() if before["planes"].get(name) != each}
-    return step | {"arrays": arrays, "after": seen.after | {"planes": planes}}

@@ -98,6 +98,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # thousands of collected tests, which no collection between tests has to walk through
 
 
+@pytest.fixture(scope="session")
+def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small conformance kit, exported once; not to be changed."""
+    from memra_driver import kit
+
+    folder = tmp_path_factory.mktemp("kit")
+    kit.export(folder, small=True)
+    return folder
+
+
 @pytest.fixture
 def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
     """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory and no graph left."""
