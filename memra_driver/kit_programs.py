@@ -242,11 +242,18 @@ def _device_counts() -> Program:
     p.run(6, 92, advance=False)
     p.call("commit_device", count=1)
     p.call("settle")
+    p.call("settle")
     p.call("round", width=3)
     p.run(93, 94, 95, advance=False)
     p.call("commit_device", count=4)  # a count that cannot be rejects, and is reported
+    p.call("round", width=2)
+    p.run(7, 96, advance=False)
+    p.call("settle")  # refused: a round is open
+    p.call("commit", accept=1)  # a count that the host knows, on top of one that it does not
+    p.call("round", width=2)
+    p.run(97, 98, advance=False)
+    p.call("reject")
     p.call("settle")
-    p.run(7)
     p.call("round", width=3)
     p.run(8, 9, 10, advance=False)
     p.call("commit_device", count=3)
