@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import shlex
 import shutil
@@ -16,7 +17,8 @@ from standin import StandIn
 import memra_driver
 from memra_driver import config, layout
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -85,6 +87,17 @@ def test_the_chapter_for_porters_runs(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert said[1] == f"ALL GREEN ({said[0].split()[0]} cases)"
     assert said[2] == "the kits say the same"
     assert said[3:] in ([], [f"all {said[0].split()[0]} cases"])
+
+
+def test_the_speed_that_it_tells_is_that_of_the_run_on_record() -> None:
+    spec = importlib.util.spec_from_file_location("bench_readme", ROOT / "tests" / "bench" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    told = README.split(script.BEGIN)[1].split(script.END)[0]
+    assert told == script.chapter(), "python3 tests/bench/readme.py"
+    assert script.PICTURE.is_file() is script.RECORD.is_file()
 
 
 def test_every_preset_is_named() -> None:
