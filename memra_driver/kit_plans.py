@@ -45,14 +45,10 @@ def planned(args: Entry) -> CachePlan:
     for name, (kind, _) in PARTS.items():
         if model.get(name) is not None:
             model[name] = kind(**model[name])
-    options = dict(args["options"])
-    if options["reserve_taps"] is not None:
-        layers, rows = options["reserve_taps"]
-        options["reserve_taps"] = (tuple(layers), rows)
+    policy, options = FormatPolicy(**args["policy"]), CacheOptions(**args["options"])
     return CachePlan(
-        ModelConfig(**model), args["max_ctx"], FormatPolicy(**args["policy"]), CacheOptions(**options),
-        args["fence"], placement=args["placement"],
-    )  # fmt: skip
+        ModelConfig(**model), args["max_ctx"], policy, options, args["fence"], placement=args["placement"]
+    )
 
 
 def args_json(

@@ -66,7 +66,7 @@ def _of_number(value: Any, rule: Rule) -> str:
 def _of_text(value: str, rule: Rule) -> str:
     if len(value) > rule.get("maxLength", math.inf):
         return f" has {len(value)} characters; at most {rule['maxLength']}"
-    if "pattern" in rule and not re.search(rule["pattern"], value):
+    if "pattern" in rule and not re.fullmatch(rule["pattern"], value):  # ours all begin with ^ and end with $
         return f" is {_shown(value)}, which is not of the form {rule['pattern']}"
     return ""
 

@@ -33,7 +33,7 @@ THROUGH_C = {
     f"test_{name}"
     for name in (
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
-        "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads",
+        "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "kit", "late_reads",
         "many_layers", "ops", "ops_arguments", "ops_results", "pipeline", "programs", "replayed_clock", "rollback",
         "round", "round_calls", "round_rules", "snapshots", "steps", "taps", "threads",
     )

@@ -120,6 +120,7 @@ def step(manifest: dict[str, Any], which: str, **fields: Any) -> None:
 
 BAD: dict[str, tuple[Change, str]] = {
     "a path upwards": (lambda m, _: array(m, file="../elsewhere.bin"), "not of the form"),
+    "a name of two lines": (lambda m, _: array(m, file="formats.bin\n"), "not of the form"),
     "an absolute path": (lambda m, _: array(m, file="/etc/passwd"), "not of the form"),
     "a file that is not listed": (lambda m, _: array(m, file="other.bin"), "which the manifest does not list"),
     "a listed file that is none": (lambda m, _: m["files"].append({"name": "x.bin", "bytes": 1}), "No such file"),
@@ -168,6 +169,12 @@ def test_it_is_refused(name: str, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(KitError) as error:
         list(kit.verify(HostDev(), changed(tiny, tmp_path / "kit", change)))
     assert words in str(error.value)
+
+
+def test_options_that_no_cache_can_have_are_a_fault_of_the_case(tiny: Path, tmp_path: Path) -> None:
+    wrong = changed(tiny, tmp_path / "kit", lambda m, _: option(m, reserve_taps=[1, [2]]))
+    (fault,) = [result.fault for result in kit.verify(HostDev(), wrong) if result.fault]
+    assert fault.startswith("ConfigError: CacheOptions.reserve_taps is [1, [2]]")
 
 
 @pytest.mark.parametrize(
