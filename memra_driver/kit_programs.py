@@ -270,6 +270,8 @@ def _refusals() -> Program:
     p.conv((1, 2), 1)
     p.call("append_kv", dict(p.steps[-2][1]), layer=9)
     p.append((1, 2, 3, 4, 5, 6, 7), 1)
+    p.append((), 1)  # no rows: nothing
+    p.conv((), 0)
     p.append((1, 2), 1)
     p.append((1, 2), 1)  # twice in a step
     p.append((1,), 3)  # another number of rows

@@ -33,17 +33,16 @@ static struct {
 static void cache_new(const json *args) {
     memset(&C, 0, sizeof C);
     C.args = args, C.model = get(args, "model"), C.n = num(C.model, "n_layer"), C.max_ctx = num(args, "max_ctx");
-    const json *ssm = get(C.model, "ssm");
-    C.heads = (int)num(ssm, "time_step_rank"), C.size = (int)num(ssm, "state_size");
-    C.taps = (int)num(ssm, "conv_kernel"), C.dim = C.size * (2 * (int)num(ssm, "group_count") + C.heads);
+    const json *s = get(C.model, "ssm");
+    C.heads = (int)num(s, "time_step_rank"), C.size = (int)num(s, "state_size"), C.taps = (int)num(s, "conv_kernel");
+    C.dim = C.size * (2 * (int)num(s, "group_count") + C.heads);
     if (make_plan(args, &C.p) || C.p.devices > 1 || C.n > LAYERS) fail("this program runs caches of few layers only");
     uint8_t *arena = calloc((size_t)C.p.arena[0], 1);
-    for (int i = 0; i < C.p.n; i++) {
-        row *r = &C.p.rows[i];
+    for (row *r = C.p.rows; r < C.p.rows + C.p.n; r++) {
         layer *l = &C.at[r->layer < 0 ? 0 : r->layer];
-        void *plane = arena + r->offset;
         void *slot[PAD + 1] = {&l->c.plane[0], &l->c.plane[1], &l->len_d, &l->conv,  &l->ssm,  &l->alt,
                                &C.pos_d,       &C.health,      &l->tape,  &C.unused, &C.unused, &C.unused};
+        void *plane = arena + r->offset;
         memcpy(slot[r->plane], &plane, sizeof plane);
     }
     for (int64_t il = 0; il < C.n; il++)
@@ -106,6 +105,7 @@ static const char *step_call(int op, const json *s, int64_t rows, float *in[5], 
     layer *l = &C.at[il < C.n ? il : 0];
     REFUSE(il >= C.n || !(op == RAN_APPEND ? (void *)l->len_d : (void *)l->conv), CONFIG);
     REFUSE(op == RAN_SCAN && !served(C.size, 0), UNSUPPORTED);
+    if (!rows) return NULL;
     REFUSE(!steppable(), STATE);
     REFUSE(C.round && rows > C.round, CAPACITY);
     REFUSE((C.step_rows && rows != C.step_rows) || l->ran & op, STATE);
@@ -161,7 +161,7 @@ static const char *commit(int64_t accept, int on_device) {
     if (!n && !on_device) return reject();
     for (layer *l = C.at; l < C.at + C.n; l++) {
         float *in[5];
-        scan_tape(l, rows, in, 0);
+        if (l->ran & RAN_SCAN) scan_tape(l, rows, in, 0);
         if (l->ran & RAN_APPEND) *l->len_d = (int32_t)base + n, l->len = C.pos + (on_device ? rows : n);
         if (l->ran & RAN_CONV) ring_rebuild(l->tape, l->conv, l->conv, n, C.dim, C.taps);
         if (l->ran & RAN_SCAN && n == rows && !on_device) swap(l);
@@ -210,7 +210,7 @@ static const char *advance(int64_t n) {
     REFUSE(C.round || !steppable() || (C.step_rows && n != C.step_rows) || n < 0, STATE);
     REFUSE((C.state == PENDING && n > C.replay_to - C.pos) || C.pos < 0 || C.pos > C.max_ctx, STATE);
     REFUSE(C.pos + n > C.max_ctx, CAPACITY);
-    if (n && !C.step_rows && C.state == READY) give_up(C.pos);
+    if (!C.step_rows && C.state == READY && n) give_up(C.pos);
     if (n) end_step(C.pos + n), *C.pos_d = (int32_t)C.pos;
     if (C.state == PENDING && C.pos == C.replay_to) C.state = READY, C.replay_to = 0;
     return NULL;
