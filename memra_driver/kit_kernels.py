@@ -74,8 +74,7 @@ def _entry(writer: Writer, op: str, case: Case) -> Entry:
 
 def kernel_case(kit: Kit, entry: Entry) -> Case:
     """A case of the kit as a check, after every size was held against its arguments."""
-    op = entry["op"]
-    args = dict(entry["args"])
+    op, args = entry["op"], entry["args"]
     _check_numbers(entry)
     given, wanted = arrays_of(kit, entry, "in"), arrays_of(kit, entry, "out")
     arrays = {name: poison(array.size, array.dtype) for name, array in wanted.items()} | given
@@ -87,18 +86,17 @@ def kernel_case(kit: Kit, entry: Entry) -> Case:
         if isinstance(value, str):
             arrays[name] = arrays[value]  # one piece of memory under two names
     tolerance = {each["name"]: each["tolerance"] for each in entries_of(entry, "out") if each["tolerance"]}
-    loose = {name for name in ("out",) if op == "attend" and name not in wanted}
     everything: Args = dict.fromkeys((*NULLABLE, "out")) | args | arrays | ALONE
     if op == "attend":
         everything["part"] = partial_sums(args["rows"], args["n_head"], args["head_dim_v"])
-        if "out" in loose:
+        if "out" not in wanted:
             everything["out"] = poison(args["rows"] * args["n_head"] * args["head_dim_v"])
         kernel = attend_kernel(args["head_dim_k"], args["head_dim_v"], args["rows"] * _gqa(args))
         case = single(entry["id"], kernel, everything)
         behind = single("", "attend_combine", everything)
         case.launches += behind.launches
         case.arrays |= behind.arrays
-        case.loose = ("part", *loose)
+        case.loose = ("part",) if "out" in wanted else ("part", "out")
     else:
         case = single(entry["id"], op, everything)
     case.title, case.tolerance = entry["id"], tolerance
@@ -120,7 +118,7 @@ def _check_numbers(entry: Entry) -> None:
     if op in ("append_kv", "dequant_kv", "attend"):
         for side, names in zip("kv", (K_FORMATS, V_FORMATS), strict=True):
             fmt = BY_CODE.get(a[f"{side}_format"])
-            dim = a[f"n_head_{'kv'}"] * a[f"head_dim_{side}"] if op == "attend" else a[f"kv_dim_{side}"]
+            dim = a["n_head_kv"] * a[f"head_dim_{side}"] if op == "attend" else a[f"kv_dim_{side}"]
             if fmt is None or fmt.name not in names:
                 faults.append(f"{side}_format is {a[f'{side}_format']}")
             elif dim % BLOCK or a[f"{side}_tok_bytes"] != dim // BLOCK * fmt.block_bytes:
