@@ -337,16 +337,17 @@ class CachePlan:
             sizes = list(SCAN_STATE_SIZES)
             problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
         for il in range(cfg.n_layer):
-            if self.kv_source(il) is None:
+            source = self.kv_source(il)
+            if source is None:
                 continue
             for name, dim in zip(("head_dim_k", "head_dim_v"), cfg.head_dims(il), strict=True):
                 if dim not in ATTEND_HEAD_DIMS:
                     problems.append(
                         f"attend, layer {il}: {name} {dim} has no kernel; there are {list(ATTEND_HEAD_DIMS)}"
                     )
-            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(il))
+            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(source))
             if rest or not 1 <= gqa <= MAX_GQA:
-                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(il)} K/V heads"
+                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(source)} K/V heads"
                 problems.append(f"attend, layer {il}: {heads}; 1 to {MAX_GQA} query heads each")
         return problems
 

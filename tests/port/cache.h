@@ -140,7 +140,7 @@ static const char *attend_call(const json *s, int64_t rows, float *q, float *out
     REFUSE(!steppable() || C.pos < 0 || C.pos > C.max_ctx || l->len > C.max_ctx || l->len < C.pos + rows, STATE);
     if (!get(s, "window")->kind && windowed(C.model, il))
         window = num(get(C.model, get(C.model, "gemma4")->kind ? "gemma4" : "step35"), "sliding_window");
-    attend(&l->c, q, out, C.state == UNSETTLED ? *C.pos_d : C.pos, (int)rows, (int)heads, (int)kv_heads(C.model, il),
+    attend(&l->c, q, out, C.state == UNSETTLED ? *C.pos_d : C.pos, (int)rows, (int)heads, (int)kv_heads(C.model, from),
            (float)get(s, "scale")->d, window, C.health, il);
     return NULL;
 }
