@@ -108,7 +108,7 @@ def conv_cases(rng: Rng, small: bool) -> Iterator[Case]:
         args = conv_args(rng, rows, 70, 4, tape=poison(rows * 70))
         yield single(f"{rows} rows to the tape", "conv_update", args, tolerance=near)
         args = conv_args(rng, rows, 70, 4, pos_d=i32(5))
-        spoil(rng, args["x"])
+        spoil(rng, args["x"])[-1] = np.inf  # in a run of fewer than 32
         yield single(f"{rows} rows, some not finite", "conv_update", args, tolerance=near)
     members = [conv_args(rng, 4, 130, 4, pos_d=i32(b)) for b in range(3)]
     made = batch("for", "conv_update", ("conv_state", "pos_d", "health"), ("x", "out"), members)
@@ -126,6 +126,9 @@ def prep_cases(rng: Rng, small: bool) -> Iterator[Case]:
     for name in ("conv_out", "alpha", "beta_raw"):
         spoil(rng, args[name], 2)
     yield single("some not finite", "gdn_prep", args, tolerance=near)
+    args = prep_args(rng, 2, 2, 4, 32)
+    args["alpha"], args["beta_raw"] = 30 * args["alpha"], 30 * args["beta_raw"]
+    yield single("gates far out", "gdn_prep", args, tolerance=near)
     own, split = ("pos_d", "health"), ("conv_out", "alpha", "beta_raw", *near, "v")
     members = [prep_args(rng, 2, 2, 4, 32, pos_d=i32(b)) for b in range(3)]
     members = [each | {name: members[0][name] for name in ("dt_bias", "a")} for each in members]

@@ -388,9 +388,9 @@ class CachePlan:
                     problems.append(
                         f"attend, layer {il}: {name} {dim} has no kernel; there are {list(ATTEND_HEAD_DIMS)}"
                     )
-            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(il))
+            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(source))
             if rest or not 1 <= gqa <= MAX_GQA:
-                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(il)} K/V heads"
+                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(source)} K/V heads"
                 problems.append(f"attend, layer {il}: {heads}; 1 to {MAX_GQA} query heads each")
             if self.device_of(il) != self.device_of(source):
                 problems.append(f"attend, layer {il}: it reads the K/V of layer {source}, which is on another device")

@@ -12,7 +12,7 @@ from caches import POLICY, TINY_SSM, attention_only, gemma, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memra_driver.config import ModelConfig, SsmConfig, Step35Config
+from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig, Step35Config
 from memra_driver.errors import ConfigError
 from memra_driver.formats import FORMATS, FormatPolicy
 from memra_driver.plan import ALIGN_BYTES, CacheOptions, CachePlan, PlanRow
@@ -242,6 +242,15 @@ def test_a_state_size_without_a_kernel_is_planned_and_named_by_check_ops() -> No
         ssm = SsmConfig(conv_kernel=4, state_size=size, time_step_rank=2, group_count=1)
         assert plan(tiny(ssm=ssm)).check_ops() == []
     assert plan(attention_only()).check_ops() == []
+
+
+@pytest.mark.parametrize("own_heads", [0, 1, 3])
+def test_a_borrowing_layer_is_judged_by_the_heads_that_it_reads(own_heads: int) -> None:
+    heads = (4, 4, 2, 4, own_heads, own_heads)  # the last two borrow from layers 3 and 2
+    part = Gemma4Config(heads, (True, True, False) * 2, 8, 64, 64, shared_kv_layers=2)
+    assert plan(gemma(gemma4=part, n_head=8)).check_ops() == []
+    problems = plan(gemma(gemma4=part, n_head=6)).check_ops()
+    assert [problem.partition(":")[0] for problem in problems] == [f"attend, layer {il}" for il in (0, 1, 3, 4)]
 
 
 @pytest.mark.parametrize("max_ctx", [-1, 2**31, 2**40, 1.5, "64", True, None])
