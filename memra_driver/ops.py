@@ -235,9 +235,9 @@ def recur_step(
     with cache.step(e, il, StepOp.CONV | StepOp.SCAN, rows) as at:
         tape = cache.step_tape(il) if cache.open_round is not None else None
         args = (
-            *inputs.values(), layer.conv_state, *_states(cache, layer), result, tape, at.pos_d, at.slot, rows, layer.d_conv,
-            layer.num_k, heads, size, *recur_split(at.n_seqs, layer.num_k, heads, size), eps, scale, at.seqs, at.n_seqs,
-            at.health, il,
+            *inputs.values(), layer.conv_state, *_states(cache, layer), result, tape, at.pos_d, at.slot, rows,
+            layer.d_conv, layer.num_k, heads, size, *recur_split(at.n_seqs, layer.num_k, heads, size), eps, scale,
+            at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
         e.launch(f"recur_step_{size}", *args)
         _swap(cache, layer)
