@@ -24,13 +24,16 @@ from memra_driver.kvdev import HostDev
 
 # Kernel, its source, and the line that is flipped.
 IN_KERNELS = [
-    ("append_kv", "append_kv.cu", "memra_warp_max(fabsf(x)), 127.0f", "memra_warp_max(fabsf(x)), 126.0f"),
-    ("append_kv", "append_kv.cu", "memra_warp_max(x), low), 31.0f", "memra_warp_max(x), low), 30.0f"),
+    ("append_kv", "append_kv.cu", "largest_magnitude(x), 127.0f", "largest_magnitude(x), 126.0f"),
+    ("append_kv", "append_kv.cu", "__fsub_rn(high, low), 31.0f", "__fsub_rn(high, low), 30.0f"),
     ("append_kv", "append_kv.cu", "inv, 8.5f", "inv, 8.0f"),
-    ("append_kv", "append_kv.cu", "fabsf(x) > 464.0f", "fabsf(x) > 448.0f"),
+    ("append_kv", "append_kv.cu", "fourth_bits(far) << 16", "fourth_bits(far) << 15"),
+    ("append_kv", "append_kv.cu", "range), reciprocal, guess)", "range), reciprocal, 2 * guess)"),
+    ("append_kv", "append_kv.cu", "fabsf(x[i]) > 464.0f", "fabsf(x[i]) > 448.0f"),
     ("dequant_kv", "dequant_kv.cu", "& 15) - 8)", "& 15) - 7)"),
     ("conv_update", "conv.cu", "expf(-sum)", "expf(sum)"),
     ("conv_ring_rebuild", "conv.cu", "taken > rows", "taken >= rows"),
+    ("conv_ring_rebuild", "conv.cu", "x += which * x_apart", "x += 0 * x_apart"),
     ("gdn_prep", "gdn_prep.cu", "x > 20.0f", "x > 2.0f"),
     ("gdn_scan", "gdn_scan.cu", "__fmaf_rn(-g, memra", "__fmaf_rn(g, memra"),
     ("gdn_scan", "gdn_scan.cu", "column ? key(r) : query(r)", "column ? query(r) : key(r)"),
