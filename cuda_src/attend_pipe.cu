@@ -19,79 +19,115 @@
 // What a block does for one chunk of columns of one sequence.
 struct Task {
     const float* q;
-    const uint8_t *k, *v;
     float* part;
     memra_health* health;
-    Work work;
+    View view;
     Walk walk;
     bool reports;
 };
 
-// The queries of all K/V heads as fragments. A warp takes every eighth column; lane l makes those of 1/32 of its elements.
+// The eight elements of a query that lane `at` of its fragments holds, as four pairs: where each begins. Two registers of
+// q8_element, or twice four neighbours that score_fp8 takes in two steps.
+static __device__ int query_pair(bool fp8, int at, int pair) {
+    const int t = at % 4, block = at / 4;
+    if (fp8) return block / 2 * 64 + 16 * t + 8 * (block & 1) + 2 * pair;
+    return 32 * block + q8_element(block & 1, pair / 2, t, 2 * (pair & 1));
+}
+
+// The queries of all K/V heads as fragments. A warp takes every eighth column, COLUMNS at once, and lane l a part of each.
 template <int NT>
 static __device__ void quantise_queries(const Block& b, const Task& task, int n_head_kv, int dim, bool fp8, float scale,
                                         int layer) {
-    const int lane = threadIdx.x & 31;
-    for (int c = threadIdx.x / 32; c < n_head_kv * 8 * NT; c += TEAM_WARPS) {
-        const int head = c / (8 * NT), column = c % (8 * NT), of_all = task.work.first_column + column;
-        const bool used = column < task.work.columns;
-        const int row = of_all / task.work.gqa, n_head = n_head_kv * task.work.gqa;
-        const float* x = task.q + ((long long)row * n_head + head * task.work.gqa + of_all % task.work.gqa) * dim;
-        float most = 0.0f;
-        bool bad = false;
-        for (int i = 2 * lane; used && i < dim; i += 64) {
-            const float2 two = *(const float2*)(x + i);
-            most = memra_max(most, memra_max(fabsf(two.x), fabsf(two.y)));
-            bad |= !memra_finite(two.x) || !memra_finite(two.y);
+    constexpr int COLUMNS = NT < 2 ? 2 : 4;
+    const View& view = task.view;
+    const int lane = threadIdx.x & 31, t = lane % 4, parts = dim / 8;
+#pragma unroll 1
+    for (int first = threadIdx.x / 32; first < n_head_kv * 8 * NT; first += COLUMNS * TEAM_WARPS) {
+        const float* query[COLUMNS];  // null: a column that nobody needs
+        float2 x[COLUMNS][4];
+        float most[COLUMNS];
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            const int c = first + i * TEAM_WARPS, head = c / (8 * NT), column = c % (8 * NT), row = view.row(column);
+            const bool used = head < n_head_kv && column < view.columns;
+            const int of_head = view.first_column + column - row * view.gqa;
+            query[i] = used ? task.q + ((long long)(row * n_head_kv + head) * view.gqa + of_head) * dim : nullptr;
+            most[i] = 0.0f;
         }
-        bad = __any_sync(MEMRA_ALL_LANES, bad);
-        if (bad && lane == 0 && task.reports) {
-            memra_report(task.health, MEMRA_FAULT_NONFINITE, layer, task.work.pos + row, 1);
-        }
-        most = memra_warp_max(most);
-        // 2^13 / 2^exponent(most), within what an f32 holds.
-        int exponent = (int)(__float_as_uint(most) >> 23 & 255u) - 127;
-        exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
-        const float up = __uint_as_float((unsigned)(127 + 13 - exponent) << 23);
-        const float down = __uint_as_float((unsigned)(127 - 13 + exponent) << 23);
-        const float largest = __fmul_rn(most, up);
-        const float steps = !fp8 && largest > 0.0f ? __fdiv_rn(32512.0f, largest) : 1.0f;
-        // Register r, byte or f16 of a fragment: see q8_element and score_fp8.
-        uint4* to = (uint4*)(b.query + (head * NT + column / 8) * b.query_bytes);
-        const int fragments = b.query_bytes / 128;  // words of 4 that this column has, 4 lanes each
-        for (int f = lane; f < fragments; f += 32) {
-            const int t = f % 4, piece = f / 4;     // a block of 32, or 16 elements of fp8
-            uint32_t high[2] = {}, low[2] = {};
-            for (int reg = 0; reg < 2; reg++) {
-                if (fp8) {
-                    const int at = piece / 4 * 64 + 16 * t + 4 * (piece % 4) + 2 * reg;
-                    for (int i = 0; used && i < 2; i++) {
-                        const float value = __fmul_rn(x[at + i], up);
-                        const uint16_t h = memra_to_f16(value);
-                        high[reg] |= (uint32_t)h << 16 * i;
-                        low[reg] |= (uint32_t)memra_to_f16(__fsub_rn(value, memra_from_f16(h))) << 16 * i;
-                    }
-                } else {
-                    for (int i = 0; used && i < 4; i++) {
-                        const float value = __fmul_rn(x[32 * piece + q8_element(piece & 1, reg, t, i)], up);
-                        const int code = __float2int_rn(__fmul_rn(value, steps)), h = (code + 128) >> 8;
-                        high[reg] |= (uint32_t)(h & 255) << 8 * i;
-                        low[reg] |= (uint32_t)(code & 255) << 8 * i;
-                    }
+        bool bad[COLUMNS] = {};
+        for (int half = dim > 256; half >= 0; half--) {  // ends with the half that is worked on first
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++) {
+#pragma unroll
+                for (int pair = 0; pair < 4; pair++) {
+                    const int at = lane + 32 * half;
+                    const bool here = query[i] && at < parts;
+                    x[i][pair] = here ? *(const float2*)(query[i] + query_pair(fp8, at, pair)) : make_float2(0.0f, 0.0f);
                 }
             }
-            to[32 * piece + 4 * (column % 8) + t] = make_uint4(high[0], high[1], low[0], low[1]);
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++) {
+#pragma unroll
+                for (int pair = 0; pair < 4; pair++) {
+                    most[i] = memra_max(most[i], memra_max(fabsf(x[i][pair].x), fabsf(x[i][pair].y)));
+                    bad[i] |= !memra_finite(x[i][pair].x) || !memra_finite(x[i][pair].y);
+                }
+            }
         }
-        const float factor = __fdiv_rn(__fmul_rn(__fmul_rn(scale, 1.4426950408889634f), down), steps);
-        if (lane == 0) b.factor[c] = bad ? __uint_as_float(0x7FFFFFFFu) : factor;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) most[i] = memra_warp_max(most[i]);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            const int c = first + i * TEAM_WARPS, head = c / (8 * NT), column = c % (8 * NT);
+            if (head >= n_head_kv) break;
+            const bool any_bad = __any_sync(MEMRA_ALL_LANES, bad[i]);
+            if (any_bad && lane == 0 && task.reports) {
+                memra_report(task.health, MEMRA_FAULT_NONFINITE, layer, view.last(column), 1);
+            }
+            // 2^bits / 2^exponent(most), within what an f32 holds. Integers end at 32512, so that high is at most 127.
+            const int bits = fp8 ? 13 : 14;
+            int exponent = (int)(__float_as_uint(most[i]) >> 23 & 255u) - 127;
+            exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
+            const float up = __fmul_rn(__uint_as_float((unsigned)(127 + bits - exponent) << 23), fp8 ? 1.0f : 32512.0f / 32768.0f);
+            const float down = __uint_as_float((unsigned)(127 - bits + exponent) << 23);
+            const float factor = __fmul_rn(__fmul_rn(scale, fp8 ? 1.4426950408889634f : 1.4540548f), down);
+            if (lane == 0) b.factor[c] = any_bad ? __uint_as_float(0x7FFFFFFFu) : factor;
+            uint4* to = (uint4*)(b.query + (head * NT + column / 8) * b.query_bytes) + 4 * (column % 8) + t;
+#pragma unroll 1
+            for (int at = lane; at < parts; at += 32) {
+                uint32_t high[4], low[4];  // a pair each
+#pragma unroll
+                for (int pair = 0; pair < 4; pair++) {
+                    if (at >= 32 && query[i]) x[i][pair] = *(const float2*)(query[i] + query_pair(fp8, at, pair));
+                    const float u = __fmul_rn(x[i][pair].x, up), v = __fmul_rn(x[i][pair].y, up);
+                    if (fp8) {
+                        high[pair] = memra_pack_f16(u, v);
+                        low[pair] = memra_pack_f16(__fsub_rn(u, memra_from_f16((uint16_t)high[pair])),
+                                                   __fsub_rn(v, memra_from_f16((uint16_t)(high[pair] >> 16))));
+                    } else {
+                        const int m = __float2int_rn(u), n = __float2int_rn(v);
+                        high[pair] = __byte_perm(m + 128, n + 128, 0x0051);
+                        low[pair] = __byte_perm(m, n, 0x0040);
+                    }
+                }
+                if (fp8) {
+                    to[64 * (at / 4)] = make_uint4(high[0], high[1], low[0], low[1]);
+                    to[64 * (at / 4) + 32] = make_uint4(high[2], high[3], low[2], low[3]);
+                } else {
+                    to[32 * (at / 4)] = make_uint4(__byte_perm(high[0], high[1], 0x5410), __byte_perm(high[2], high[3], 0x5410),
+                                                   __byte_perm(low[0], low[1], 0x5410), __byte_perm(low[2], low[3], 0x5410));
+                }
+            }
+        }
     }
 }
 
-// Sums over V of one stage: out (dims of this warp, columns) += V^T weights.
+// Sums over V of one stage: out (dims of this warp, columns) += V^T weights; and of the weights themselves.
 template <class V, int WORDS, int NT>
-static __device__ void weigh_stage(const Block& b, const uint8_t* rows, const uint2* weight, float out[4 * WORDS][NT][4]) {
+static __device__ void weigh_stage(const Block& b, const uint8_t* rows, const uint2* weight, uint32_t base,
+                                   float out[4 * WORDS][NT][4], float sum[NT][4]) {
     const int lane = threadIdx.x & 31;
-#pragma unroll 1
+#pragma unroll 2
     for (int slab = 0; slab < b.tokens / 16; slab++) {
         uint32_t w[NT][2];
 #pragma unroll
@@ -105,20 +141,25 @@ static __device__ void weigh_stage(const Block& b, const uint8_t* rows, const ui
 #pragma unroll
         for (int i = 0; i < 4 * WORDS; i++) {
             uint32_t a[4];
-            values.fragment(i / 4, i % 4, a);
+            values.fragment(i / 4, i % 4, base, a);
 #pragma unroll
             for (int n = 0; n < NT; n++) memra_mma(out[i][n], a, w[n]);
         }
+        const uint32_t ones[4] = {0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u};
+#pragma unroll
+        for (int n = 0; n < NT; n++) memra_mma(sum[n], ones, w[n]);
     }
 }
 
 // Whether a row of V that some columns see and some do not holds an infinity or a NaN among this warp's dims: a weight
 // of 0 would not silence it.
-static __device__ bool any_odd(const Block& b, const Work& work, const uint8_t* head_rows, int format, int first_token,
+static __device__ bool any_odd(const Block& b, const View& view, const uint8_t* head_rows, int format, int first_token,
                                int first_dim, int dims) {
     bool odd = false;
     for (int i = 0; i < b.tokens; i++) {
-        if (work.all_see(first_token + i) || work.none_sees(first_token + i)) continue;
+        const int key = first_token + i;
+        if (key >= view.first(view.columns - 1) && key <= view.last(0)) continue;  // all see it
+        if (key < view.first(0) || key > view.last(view.columns - 1)) continue;    // nobody does
         const int quarter = b.tokens / QUARTERS;
         const uint8_t* row = head_rows + b.v.quarter(i / quarter) + i % quarter * b.v.token_bytes;
         for (int d = threadIdx.x & 31; d < dims; d += 32) odd |= (v_element(row, format, first_dim + d) & 0x7C00u) == 0x7C00u;
@@ -129,26 +170,25 @@ static __device__ bool any_odd(const Block& b, const Work& work, const uint8_t* 
 // weigh_stage where there is such a row: one row of queries at a time, with the keys that it does not see left out, keeps
 // its own columns of the result.
 template <int WORDS, int NT>
-static __device__ void weigh_odd_stage(const Block& b, const Work& work, const uint8_t* head_rows, int format,
+static __device__ void weigh_odd_stage(const Block& b, const View& view, const uint8_t* head_rows, int format,
                                        int first_token, int lane_dim, int step, int apart, const uint2* weight,
-                                       float out[4 * WORDS][NT][4]) {
+                                       float out[4 * WORDS][NT][4], float sum[NT][4]) {
     const int lane = threadIdx.x & 31, t = lane % 4;
 #pragma unroll 1
     for (int slab = 0; slab < b.tokens / 16; slab++) {
-        const long long key = first_token + t * (b.tokens / QUARTERS) + 4 * slab;  // of the lane's four
+        const int key = first_token + t * (b.tokens / QUARTERS) + 4 * slab;  // of the lane's four
         const uint8_t* row = head_rows + b.v.quarter(t) + 4 * slab * b.v.token_bytes;
 #pragma unroll 1
-        for (int first = 0; first < work.columns;) {
-            const int of_row = (work.first_column + first) / work.gqa;
-            int end = (of_row + 1) * work.gqa - work.first_column;
-            end = end < work.columns ? end : work.columns;
+        for (int first = 0; first < view.columns;) {
+            int end = (view.row(first) + 1) * view.gqa - view.first_column;
+            end = end < view.columns ? end : view.columns;
 #pragma unroll
             for (int i = 0; i < 4 * WORDS; i++) {
                 uint32_t a[4] = {};
 #pragma unroll 1
                 for (int x = 0; x < 8; x++) {  // the fragment's elements, see above VQ5
                     const int which = (x & 1) + (x / 4) * 2, dim = lane_dim + i / 4 * step + i % 4 + (x / 2 & 1) * apart;
-                    if (!work.sees(first, key + which)) continue;
+                    if (!view.sees(first, key + which)) continue;
                     a[x / 2] |= v_element(row + which * b.v.token_bytes, format, dim) << 16 * (x & 1);
                 }
 #pragma unroll
@@ -166,112 +206,164 @@ static __device__ void weigh_odd_stage(const Block& b, const Work& work, const u
             }
             first = end;
         }
+        const uint32_t ones[4] = {0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u};
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const uint2 two = weight[(slab * NT + n) * 32 + lane];
+            const uint32_t w[2] = {two.x, two.y};
+            memra_mma(sum[n], ones, w);
+        }
     }
 }
 
-static __device__ float weight_of(float score, float reference) {
-    return exp2_of(__fsub_rn(score, reference == minus_infinity() ? 0.0f : reference));
+// What a warp needs to score its 16 keys of each stage: rows g and g + 8 of a fragment are keys own_key and own_key + 2.
+struct Scorer {
+    int at, own_key;     // byte within a stage, key within a stage
+    int pairs;           // of blocks
+    const uint4* query;  // of this lane
+    const float* factor; // of columns 2t, 2t + 1
+    int all_from, all_to;  // keys that all columns see
+};
+
+// score = what the warp's keys are to the columns, as powers of two; minus infinity unseen.
+template <int NT>
+static __device__ void score_stage(const Block& b, const Scorer& s, const View& view, bool fp8, int stage, int first_token,
+                                   float score[NT][4]) {
+    const int t = threadIdx.x & 3;
+    const uint8_t *upper = b.k.ring + stage * b.k.stage_bytes + s.at, *lower = upper + 2 * b.k.token_bytes;
+#pragma unroll
+    for (int n = 0; n < NT; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
+    if (fp8) {
+#pragma unroll 2
+        for (int i = 0; i < s.pairs; i++) {
+            score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, b.query_bytes / 16, score);
+        }
+    } else {
+#pragma unroll 4
+        for (int i = 0; i < s.pairs; i++) {
+            score_q8<NT>(upper + 68 * i, lower + 68 * i, s.query + 64 * i, b.query_bytes / 16, score);
+        }
+    }
+    const bool edge = first_token < s.all_from || first_token + b.tokens - 1 > s.all_to;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const float2 factor = *(const float2*)(s.factor + 8 * n);
+        score[n][0] = __fmul_rn(score[n][0], factor.x);
+        score[n][1] = __fmul_rn(score[n][1], factor.y);
+        score[n][2] = __fmul_rn(score[n][2], factor.x);
+        score[n][3] = __fmul_rn(score[n][3], factor.y);
+    }
+    if (!edge) return;
+    const int key = first_token + s.own_key;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int from = view.first(8 * n + 2 * t + i), to = view.last(8 * n + 2 * t + i);
+            if (key < from || key > to) score[n][i] = minus_infinity();
+            if (key + 2 < from || key + 2 > to) score[n][i + 2] = minus_infinity();
+        }
+    }
 }
 
-// Weights of this warp's 16 keys, as fragments for the team; adds them to sum.
+// Weights of this warp's 16 keys, as fragments for the team. Whether a score has passed its reference.
 template <int NT>
-static __device__ void hand_over(const float score[NT][4], const float reference[NT][2], uint2* to, float own[NT][2]) {
+static __device__ bool hand_over(const float score[NT][4], const float reference[NT][2], uint2* to) {
+    bool raise = false;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         float p[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = weight_of(score[n][i], reference[n][i & 1]);
+        for (int i = 0; i < 2; i++) {
+            const float base = reference[n][i] == minus_infinity() ? 0.0f : reference[n][i];
+            p[i] = exp2_of(__fsub_rn(score[n][i], base));
+            p[i + 2] = exp2_of(__fsub_rn(score[n][i + 2], base));
+            raise |= memra_max(score[n][i], score[n][i + 2]) > __fadd_rn(reference[n][i], RAISE_AT);
+        }
         to[n * 32 + (threadIdx.x & 31)] = make_uint2(memra_transpose(memra_pack_f16(p[0], p[1])),
                                                      memra_transpose(memra_pack_f16(p[2], p[3])));
-        own[n][0] = __fadd_rn(p[0], p[2]);
-        own[n][1] = __fadd_rn(p[1], p[3]);
     }
+    return raise;
+}
+
+// The team agrees on the next references: `most` of each warp, a barrier, then raised() for what is to be multiplied.
+template <int NT>
+static __device__ void publish_most(const float score[NT][4], float* most) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        float two[2] = {memra_max(score[n][0], score[n][2]), memra_max(score[n][1], score[n][3])};
+#pragma unroll
+        for (int apart = 4; apart < 32; apart <<= 1) {
+            two[0] = memra_max(two[0], __shfl_xor_sync(MEMRA_ALL_LANES, two[0], apart));
+            two[1] = memra_max(two[1], __shfl_xor_sync(MEMRA_ALL_LANES, two[1], apart));
+        }
+        if (lane < 4) *(float2*)(most + 8 * n + 2 * lane) = make_float2(two[0], two[1]);
+    }
+}
+
+// Moves a reference where the largest score has passed it; what the sums are worth then, 1 where it has not.
+static __device__ float raised(float& reference, float most) {
+    if (!(most > __fadd_rn(reference, RAISE_AT))) return 1.0f;
+    const float now = __fsub_rn(ceilf(most), HEADROOM), worth = exp2_of(__fsub_rn(reference, now));
+    reference = now;
+    return worth;
 }
 
 // A warp's way through the stages of a task, and what it leaves in part.
 template <int WORDS, int NT>
 static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v_turn, int head_dim_k, int head_dim_v,
                                int n_head_kv, int k_format, int v_format, int group) {
+    // Many columns need the registers that scores would take while V is summed: their keys stay until the references
+    // are settled, and are scored again if they must move.
+    constexpr bool KEEP_SCORES = NT <= 2;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int head = warp / b.team_warps, member = warp % b.team_warps, team = 1 + head, threads = 32 * b.team_warps;
+    const int shift = b.team_warps == 8 ? 3 : b.team_warps == 4 ? 2 : b.team_warps == 2 ? 1 : 0;
+    const int head = warp >> shift, member = warp & (b.team_warps - 1), team = 1 + head, threads = 32 * b.team_warps;
     const int slabs = b.tokens / 16, quarter = b.tokens / QUARTERS, first_dim = member * 64 * WORDS;
-    const bool scores = member < slabs, sums = first_dim < head_dim_v;
-    const Work& work = task.work;
-    const bool fp8 = k_format == MEMRA_FP8;
+    const bool scores = member < slabs, sums = first_dim < head_dim_v, fp8 = k_format == MEMRA_FP8;
+    const View& view = task.view;
+    const int any_from = view.first(0), all_from = view.first(view.columns - 1);
+    const int all_to = view.last(0), any_to = view.last(view.columns - 1);
 
-    // Keys of score row g, and 2 further of row g + 8: see QUARTERS.
-    const int own_key = (g >> 1) * quarter + 4 * member + (g & 1);
-    const int k_at = b.k.quarter(g >> 1) + (4 * member + (g & 1)) * b.k.token_bytes + head * b.k.head_bytes;
-    const int v_dims = v_format == MEMRA_Q5_1   ? VQ5<WORDS>::head_dim_bytes(first_dim)
-                       : v_format == MEMRA_Q4_0 ? VQ4<WORDS>::head_dim_bytes(first_dim)
-                                                : VFp8<WORDS>::head_dim_bytes(first_dim);
-    const int v_at = b.v.quarter(t) + head * b.v.head_bytes + v_dims;
+    Scorer scorer;
+    scorer.own_key = (g >> 1) * quarter + 4 * member + (g & 1);
+    scorer.at = b.k.quarter(g >> 1) + (4 * member + (g & 1)) * b.k.token_bytes + head * b.k.head_bytes;
+    scorer.pairs = head_dim_k / 64;
+    scorer.query = (const uint4*)(b.query + head * NT * b.query_bytes) + lane;
+    scorer.factor = b.factor + head * 8 * NT + 2 * t;
+    scorer.all_from = all_from;
+    scorer.all_to = all_to;
+    const int v_at = b.v.quarter(t) + head * b.v.head_bytes + first_dim / 32 * block_bytes_of(v_format);
     const int lane_dim = first_dim + (v_format == MEMRA_FP8 ? VFp8<WORDS>::first_dim(g) : VQ5<WORDS>::first_dim(g));
     const int step = v_format == MEMRA_FP8 ? VFp8<WORDS>::step : VQ5<WORDS>::step;
     const int apart = v_format == MEMRA_FP8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
-    const uint4* query = (const uint4*)(b.query + head * NT * b.query_bytes) + lane;
-    const int pair_bytes = fp8 ? 64 : 2 * (int)sizeof(memra_q8_0), pair_query = fp8 ? 128 : 64;
+    const uint32_t base = f16_1024();
+    uint2* const weights[2] = {b.weight + head * slabs * NT * 32, b.weight + (n_head_kv + head) * slabs * NT * 32};
+    float* const most = b.most + head * b.team_warps * 8 * NT;
 
-    float out[4 * WORDS][NT][4] = {}, reference[NT][2], sum[NT][2] = {}, score[NT][4], added[NT][2] = {};
-    float factor[NT][2];
+    float out[4 * WORDS][NT][4] = {}, sum[NT][4] = {}, reference[NT][2], score[NT][4];
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            reference[n][i] = minus_infinity();
-            factor[n][i] = b.factor[head * 8 * NT + 8 * n + 2 * t + i];
-        }
-    }
+    for (int n = 0; n < NT; n++) reference[n][0] = reference[n][1] = minus_infinity();
 
     Walk next = task.walk;  // of K; task.walk follows with V
-    const long long all_from = first_key(work.last_key(work.columns - 1), work.window), all_to = work.last_key(0);
-    const long long any_from = first_key(work.last_key(0), work.window), any_to = work.last_key(work.columns - 1);
     bool first = true;
-    for (int parity = 0; first || task.walk.more(); parity ^= 1) {
+    for (int parity = 1; first || task.walk.more(); parity ^= 1) {
         // The scores of the next stage.
         const bool more = next.more();
-        bool raise = false;
-        uint2* const weights = b.weight + (((parity ^ 1) * n_head_kv + head) * slabs + member) * NT * 32;
+        const int scored = k_turn.stage, scored_token = next.first_token(b.tokens);
+        bool raise = first;
         if (more) {
-            memra_pipe_wait(b.k.full + k_turn.stage, k_turn.parity);
+            memra_pipe_wait(b.k.full + scored, k_turn.parity);
             if (scores) {
-#pragma unroll
-                for (int n = 0; n < NT; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
-                const uint8_t* upper = b.k.ring + k_turn.stage * b.k.stage_bytes + k_at;
-                const uint8_t* lower = upper + 2 * b.k.token_bytes;
-                if (fp8) {
-#pragma unroll 2
-                    for (int i = 0; i < head_dim_k / 64; i++) {
-                        score_fp8<NT>(upper + i * pair_bytes, lower + i * pair_bytes, query + i * pair_query,
-                                      b.query_bytes / 16, score);
-                    }
-                } else {
-#pragma unroll 4
-                    for (int i = 0; i < head_dim_k / 64; i++) {
-                        score_q8<NT>(upper + i * pair_bytes, lower + i * pair_bytes, query + i * pair_query,
-                                     b.query_bytes / 16, score);
-                    }
-                }
+                score_stage<NT>(b, scorer, view, fp8, scored, scored_token, score);
+                if (!first) raise = hand_over<NT>(score, reference, weights[parity ^ 1] + member * NT * 32);
             }
-            __syncwarp();
-            if (lane == 0) memra_pipe_arrive(b.k.empty + k_turn.stage);
+            if (KEEP_SCORES) {
+                __syncwarp();
+                if (lane == 0) memra_pipe_arrive(b.k.empty + scored);
+            }
             k_turn.next(b.k.stages);
-            if (scores) {
-                const int start = next.first_token(b.tokens);
-                const bool edge = start < all_from || start + b.tokens - 1 > all_to;
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        score[n][i] = __fmul_rn(score[n][i], factor[n][i & 1]);
-                        if (edge && !work.sees(8 * n + 2 * t + (i & 1), start + own_key + i / 2 * 2)) {
-                            score[n][i] = minus_infinity();
-                        }
-                        raise |= score[n][i] > __fadd_rn(reference[n][i & 1], RAISE_AT);
-                    }
-                }
-                if (!first) hand_over<NT>(score, reference, weights, added);
-            }
             next.next();
         }
         // The values of the stage before.
@@ -279,29 +371,29 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
             memra_pipe_wait(b.v.full + v_turn.stage, v_turn.parity);
             uint8_t* stage = b.v.ring + v_turn.stage * b.v.stage_bytes;
             const int start = task.walk.first_token(b.tokens), stop = start + b.tokens - 1;
-            const bool cut = start < any_from || stop > any_to;
-            if (cut) {  // rows that nobody sees become 0, whatever stands there
+            if (start < any_from || stop > any_to) {  // rows that nobody sees become 0, whatever stands there
                 for (int i = member; i < b.tokens; i += b.team_warps) {
                     if (start + i >= any_from && start + i <= any_to) continue;
-                    uint16_t* row = (uint16_t*)(stage + b.v.quarter(i / quarter) + i % quarter * b.v.token_bytes + head * b.v.head_bytes);
-                    for (int j = lane; j < b.v.head_bytes / 2; j += 32) row[j] = 0;
+                    const int c = i / quarter;
+                    uint8_t* row = stage + b.v.quarter(c) + (i - c * quarter) * b.v.token_bytes + head * b.v.head_bytes;
+                    for (int j = 2 * lane; j < b.v.head_bytes; j += 64) *(uint16_t*)(row + j) = 0;
                 }
                 memra_pipe_fence();
                 memra_team_sync(team, threads);
             }
             if (sums) {
-                const bool split = work.columns > work.gqa && (start < all_from || stop > all_to);
+                const bool split = view.columns > view.gqa && (start < all_from || stop > all_to);
                 const uint8_t* head_rows = stage + head * b.v.head_bytes;
-                const uint2* weight = b.weight + (parity * n_head_kv + head) * slabs * NT * 32;
                 const int dims = head_dim_v - first_dim < 64 * WORDS ? head_dim_v - first_dim : 64 * WORDS;
-                if (split && any_odd(b, work, head_rows, v_format, start, first_dim, dims)) {
-                    weigh_odd_stage<WORDS, NT>(b, work, head_rows, v_format, start, lane_dim, step, apart, weight, out);
+                if (split && any_odd(b, view, head_rows, v_format, start, first_dim, dims)) {
+                    weigh_odd_stage<WORDS, NT>(b, view, head_rows, v_format, start, lane_dim, step, apart, weights[parity],
+                                               out, sum);
                 } else if (v_format == MEMRA_Q5_1) {
-                    weigh_stage<VQ5<WORDS>, WORDS, NT>(b, stage + v_at, weight, out);
+                    weigh_stage<VQ5<WORDS>, WORDS, NT>(b, stage + v_at, weights[parity], base, out, sum);
                 } else if (v_format == MEMRA_Q4_0) {
-                    weigh_stage<VQ4<WORDS>, WORDS, NT>(b, stage + v_at, weight, out);
+                    weigh_stage<VQ4<WORDS>, WORDS, NT>(b, stage + v_at, weights[parity], base, out, sum);
                 } else {
-                    weigh_stage<VFp8<WORDS>, WORDS, NT>(b, stage + v_at, weight, out);
+                    weigh_stage<VFp8<WORDS>, WORDS, NT>(b, stage + v_at, weights[parity], base, out, sum);
                 }
             }
             __syncwarp();
@@ -309,77 +401,49 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
             v_turn.next(b.v.stages);
             task.walk.next();
             raise = memra_team_any(team, threads, raise);
-        } else {
-            raise = true;
-            first = false;
         }
-        // Where a score passed its reference, the team agrees on the next one.
+        // Where a score has passed its reference, the team agrees on the next one.
         if (more && raise) {
             if (scores) {
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        float most = memra_max(score[n][i], score[n][i + 2]);
-                        for (int apart = 4; apart < 32; apart <<= 1) {
-                            most = memra_max(most, __shfl_xor_sync(MEMRA_ALL_LANES, most, apart));
-                        }
-                        if (g == 0) b.most[(head * b.team_warps + member) * b.columns + 8 * n + 2 * t + i] = most;
-                    }
-                }
+                if (!KEEP_SCORES && !first) score_stage<NT>(b, scorer, view, fp8, scored, scored_token, score);
+                publish_most<NT>(score, most + member * 8 * NT);
             }
             memra_team_sync(team, threads);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
+                float2 all = make_float2(minus_infinity(), minus_infinity());
+                for (int other = 0; other < slabs && other < b.team_warps; other++) {
+                    const float2 two = *(const float2*)(most + (other * NT + n) * 8 + 2 * t);
+                    all = make_float2(memra_max(all.x, two.x), memra_max(all.y, two.y));
+                }
+                const float worth[2] = {raised(reference[n][0], all.x), raised(reference[n][1], all.y)};
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float most = minus_infinity();
-                    for (int other = 0; other < slabs && other < b.team_warps; other++) {
-                        most = memra_max(most, b.most[(head * b.team_warps + other) * b.columns + 8 * n + 2 * t + i]);
-                    }
-                    if (!(most > __fadd_rn(reference[n][i], RAISE_AT))) continue;
-                    const float now = __fsub_rn(ceilf(most), HEADROOM), worth = exp2_of(__fsub_rn(reference[n][i], now));
-                    reference[n][i] = now;
-                    sum[n][i] = __fmul_rn(sum[n][i], worth);
+                for (int i = 0; i < 4; i++) {
+                    sum[n][i] = __fmul_rn(sum[n][i], worth[i & 1]);
 #pragma unroll
-                    for (int d = 0; d < 4 * WORDS; d++) {
-                        out[d][n][i] = __fmul_rn(out[d][n][i], worth);
-                        out[d][n][i + 2] = __fmul_rn(out[d][n][i + 2], worth);
-                    }
+                    for (int d = 0; d < 4 * WORDS; d++) out[d][n][i] = __fmul_rn(out[d][n][i], worth[i & 1]);
                 }
             }
-            if (scores) hand_over<NT>(score, reference, weights, added);
+            if (scores) hand_over<NT>(score, reference, weights[parity ^ 1] + member * NT * 32);
             memra_team_sync(team, threads);
         }
-        if (more && scores) {
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                sum[n][0] = __fadd_rn(sum[n][0], added[n][0]);
-                sum[n][1] = __fadd_rn(sum[n][1], added[n][1]);
-            }
+        if (!KEEP_SCORES && more) {
+            __syncwarp();
+            if (lane == 0) memra_pipe_arrive(b.k.empty + scored);
         }
+        first = false;
     }
 
-    // The team's sums of weights, then what the group is to each column.
+    if (!sums) return;
+    const int entry = head_dim_v + 2;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            for (int apart = 4; apart < 32; apart <<= 1) {
-                sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n][i], apart));
-            }
-            if (g == 0) b.sum[(head * b.team_warps + member) * b.columns + 8 * n + 2 * t + i] = sum[n][i];
-        }
-    }
-    memra_team_sync(team, threads);
-    const int entry = head_dim_v + 2, n_head = n_head_kv * work.gqa;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int column = 8 * n + 2 * t + i, of_all = work.first_column + column;
-            if (column >= work.columns) continue;
-            float* to = task.part + (((long long)(of_all / work.gqa) * n_head + head * work.gqa + of_all % work.gqa) * GROUPS + group) * entry;
+            const int column = 8 * n + 2 * t + i, row = view.row(column);
+            if (column >= view.columns) continue;
+            const int of_head = (row * n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
+            float* to = task.part + ((long long)of_head * GROUPS + group) * entry;
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
                 const int d = lane_dim + w * step;
@@ -389,14 +453,7 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
                 *(float2*)(to + d + apart) = make_float2(out[4 * w][n][i + 2], out[4 * w + 1][n][i + 2]);
                 *(float2*)(to + d + apart + 2) = make_float2(out[4 * w + 2][n][i + 2], out[4 * w + 3][n][i + 2]);
             }
-            if (member == 0 && g == 0) {
-                float total = 0.0f;
-                for (int other = 0; other < b.team_warps; other++) {
-                    total = __fadd_rn(total, b.sum[(head * b.team_warps + other) * b.columns + column]);
-                }
-                to[head_dim_v] = reference[n][i];
-                to[head_dim_v + 1] = total;
-            }
+            if (member == 0 && g == 0) *(float2*)(to + head_dim_v) = make_float2(reference[n][i], sum[n][i]);
         }
     }
 }
@@ -420,8 +477,9 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
                               long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, float scale,
                               int window, float* part, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
-    const Block b = plan_block(bytes, NT, n_head_kv, head_dim_k, k_tok_bytes, v_tok_bytes, k_format);
-    const int warp = threadIdx.x / 32, gqa = n_head / n_head_kv, chunks = (rows * gqa + 8 * NT - 1) / (8 * NT);
+    const long long own_pos = seqs ? 0 : memra_slot(pos_d, slot);  // what all else waits for
+    const Block b = plan_block(bytes, NT, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);
+    const int warp = threadIdx.x / 32, gqa = n_head / n_head_kv, columns = rows * gqa;
     const int teams = n_head_kv * b.team_warps;  // warps that compute
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
@@ -434,60 +492,62 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
         }
         memra_pipe_init_done();
     }
-    __syncthreads();
+    // The pipes are set up; the warp that did it need not wait for the others.
+    if (warp == TEAM_WARPS) memra_team_arrive(14, PIPE_THREADS);
+    bool set_up = false;
     memra_let_dependents_start();
 
     Turn k_turn = {0, 0}, v_turn = {0, 0};
-    for (int i = 0; i < n_seqs * chunks; i++) {
-        const int seq = i / chunks, chunk = i % chunks, group = (int)((blockIdx.x + 53u * i) % GROUPS);
-        if (seqs) {
-            k = (const uint8_t*)seqs[seq].k;
-            v = (const uint8_t*)seqs[seq].v;
-            pos_d = (const int*)seqs[seq].pos_d;
-            health = (memra_health*)seqs[seq].health;
-            max_ctx = seqs[seq].max_ctx;
-        }
-        Task task;
-        task.work.pos = memra_slot(pos_d, slot);
-        if (task.work.pos < 0 || task.work.pos + rows > max_ctx) {
-            if (group + chunk == 0 && threadIdx.x == 0) {
-                memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, task.work.pos, 1);
+    unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
+    for (int seq = 0; seq < n_seqs; seq++) {
+        for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
+            const int group = (int)(number % GROUPS);
+            if (seqs) {
+                k = (const uint8_t*)seqs[seq].k;
+                v = (const uint8_t*)seqs[seq].v;
+                pos_d = (const int*)seqs[seq].pos_d;
+                health = (memra_health*)seqs[seq].health;
+                max_ctx = seqs[seq].max_ctx;
             }
-            continue;
-        }
-        task.work.rows = rows;
-        task.work.gqa = gqa;
-        task.work.window = window;
-        task.work.first_column = chunk * 8 * NT;
-        task.work.columns = rows * gqa - task.work.first_column < 8 * NT ? rows * gqa - task.work.first_column : 8 * NT;
-        const int from = (int)first_key(task.work.last_key(0), window);
-        task.walk = walk_of(group, from, (int)task.work.last_key(task.work.columns - 1), b.tokens);
-        if (!task.walk.more()) continue;
-        if (warp >= TEAM_WARPS) {
-            if (threadIdx.x % 32 != 0) continue;
-            for (; task.walk.more(); task.walk.next()) {
-                const int first_token = task.walk.first_token(b.tokens);
-                memra_pipe_wait(b.k.empty + k_turn.stage, k_turn.parity ^ 1);
-                bring(b.k, k_turn, k, first_token, b.tokens, (int)max_ctx);
-                k_turn.next(b.k.stages);
-                memra_pipe_wait(b.v.empty + v_turn.stage, v_turn.parity ^ 1);
-                bring(b.v, v_turn, v, first_token, b.tokens, (int)max_ctx);
-                v_turn.next(b.v.stages);
+            const long long pos = seqs ? memra_slot(pos_d, slot) : own_pos;
+            if (pos < 0 || pos + rows > max_ctx) {
+                if (group + first_column == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
+                continue;
             }
-            continue;
+            Task task;
+            task.view.pos = (int)pos;
+            task.view.window = window;
+            task.view.gqa = gqa;
+            task.view.reciprocal = (65535 + gqa) / gqa;
+            task.view.first_column = first_column;
+            task.view.columns = columns - first_column < 8 * NT ? columns - first_column : 8 * NT;
+            task.walk = walk_of(group, task.view.first(0), task.view.last(task.view.columns - 1), b.tokens);
+            if (!task.walk.more()) continue;
+            if (warp >= TEAM_WARPS) {
+                if (threadIdx.x % 32 != 0) continue;
+                for (; task.walk.more(); task.walk.next()) {
+                    const int first_token = task.walk.first_token(b.tokens);
+                    memra_pipe_wait(b.k.empty + k_turn.stage, k_turn.parity ^ 1);
+                    bring(b.k, k_turn, k, first_token, b.tokens, (int)max_ctx);
+                    k_turn.next(b.k.stages);
+                    memra_pipe_wait(b.v.empty + v_turn.stage, v_turn.parity ^ 1);
+                    bring(b.v, v_turn, v, first_token, b.tokens, (int)max_ctx);
+                    v_turn.next(b.v.stages);
+                }
+                continue;
+            }
+            task.q = q + (long long)seq * rows * n_head * head_dim_k;
+            task.part = part + (long long)seq * rows * n_head * GROUPS * (head_dim_v + 2);
+            task.health = health;
+            task.reports = task.walk.tile == task.view.first(0) / TILE;
+            if (set_up) memra_team_sync(15, 32 * TEAM_WARPS);  // the queries before are done with
+            quantise_queries<NT>(b, task, n_head_kv, head_dim_k, k_format == MEMRA_FP8, scale, layer);
+            memra_team_sync(set_up ? 15 : 14, set_up ? 32 * TEAM_WARPS : PIPE_THREADS);
+            set_up = true;
+            if (warp < teams) {
+                compute<WORDS, NT>(b, task, k_turn, v_turn, head_dim_k, head_dim_v, n_head_kv, k_format, v_format, group);
+            }
         }
-        task.q = q + (long long)seq * rows * n_head * head_dim_k;
-        task.k = k;
-        task.v = v;
-        task.part = part + (long long)seq * rows * n_head * GROUPS * (head_dim_v + 2);
-        task.health = health;
-        task.reports = task.walk.tile == from / TILE;
-        quantise_queries<NT>(b, task, n_head_kv, head_dim_k, k_format == MEMRA_FP8, scale, layer);
-        memra_team_sync(15, 32 * TEAM_WARPS);
-        if (warp < teams) {
-            compute<WORDS, NT>(b, task, k_turn, v_turn, head_dim_k, head_dim_v, n_head_kv, k_format, v_format, group);
-        }
-        if (i + 1 < n_seqs * chunks) memra_team_sync(15, 32 * TEAM_WARPS);  // before the queries give way
     }
 }
 
@@ -500,7 +560,7 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
 
 // One entry per dims of V that a warp sums up and number of columns.
 #define ATTEND(name, WORDS, NT)                                                                                           \
-    extern "C" __global__ void __maxnreg__(PIPE_REGISTERS) name(                                                   \
+    extern "C" __global__ void __launch_bounds__(PIPE_THREADS, 1) name(                                                   \
             const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,                \
             long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,           \
             long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,                       \

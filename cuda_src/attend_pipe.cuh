@@ -7,7 +7,6 @@
 
 #define TEAM_WARPS 8                     // warps that compute; one more brings K and V
 #define PIPE_THREADS (32 * TEAM_WARPS + 32)
-#define PIPE_REGISTERS 224               // of a thread: nine warps fill a multiprocessor
 #define PIPE_SHARED_BYTES (227 << 10)    // all that a block of sm_90 can have
 #define STAGE_BYTES (70 << 10)           // at most, where a stage can be smaller
 #define QUARTERS 4                       // a stage arrives in so many copies, each further from its bank than the last
@@ -23,9 +22,9 @@ struct Plane {
     uint8_t* ring;
     memra_pipe *full, *empty;           // (stages)
     __device__ int quarter(int c) const { return c * quarter_stride + shift_low * (c & 1) + shift_high * (c >> 1); }
-    __device__ void shape(long long tok_bytes, int heads, int tokens) {
+    __device__ void shape(long long tok_bytes, int bytes_of_head, int tokens) {
         token_bytes = (int)tok_bytes;
-        head_bytes = token_bytes / heads;
+        head_bytes = bytes_of_head;
         quarter_bytes = tokens / QUARTERS * token_bytes;
         quarter_stride = (quarter_bytes + 127) / 128 * 128;
         stage_bytes = QUARTERS * quarter_stride + 128;
@@ -36,25 +35,26 @@ struct Block {
     Plane k, v;
     int tokens;          // of a stage
     int team_warps;      // warps that share a K/V head
-    int columns;         // 8 * NT
     uint8_t* query;      // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
     int query_bytes;     // of one K/V head and 8 columns
-    float* factor;       // (n_head_kv, columns): from a sum of codes to a power of two
+    float* factor;       // (n_head_kv, 8 NT): from a sum of codes to a power of two
     uint2* weight;       // (2, n_head_kv, tokens / 16, NT, 32 lanes): fragments of the weights
-    float* most;         // (n_head_kv, team_warps, columns)
-    float* sum;          // the same
+    float* most;         // (n_head_kv, team_warps, 8 NT)
 };
 
+static __device__ int block_bytes_of(int format) {
+    return format == MEMRA_Q8_0 ? 34 : format == MEMRA_Q5_1 ? 24 : format == MEMRA_Q4_0 ? 18 : 32;
+}
+
 // The same numbers in kernels.py and memra_kernels.c decide whether a geometry is served here at all.
-static __device__ Block plan_block(uint8_t* bytes, int nt, int n_head_kv, int head_dim_k, long long k_tok_bytes,
-                                   long long v_tok_bytes, int k_format) {
+static __device__ Block plan_block(uint8_t* bytes, int nt, int n_head_kv, int head_dim_k, int head_dim_v,
+                                   long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format) {
     Block b;
-    b.columns = 8 * nt;
-    b.team_warps = TEAM_WARPS / n_head_kv;
+    b.team_warps = n_head_kv == 1 ? 8 : n_head_kv == 2 ? 4 : n_head_kv <= 4 ? 2 : 1;  // TEAM_WARPS / n_head_kv
     b.tokens = b.team_warps >= 4 ? 64 : 16 * b.team_warps;
-    while (b.tokens > 16 && b.tokens * (k_tok_bytes + v_tok_bytes) > STAGE_BYTES) b.tokens /= 2;
-    b.k.shape(k_tok_bytes, n_head_kv, b.tokens);
-    b.v.shape(v_tok_bytes, n_head_kv, b.tokens);
+    while (b.tokens > 16 && b.tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) b.tokens /= 2;
+    b.k.shape(k_tok_bytes, head_dim_k / 32 * block_bytes_of(k_format), b.tokens);
+    b.v.shape(v_tok_bytes, head_dim_v / 32 * block_bytes_of(v_format), b.tokens);
     const int lines = b.k.token_bytes / 16 & 7;  // where the next row of K begins, in 16 bytes of 128
     b.k.shift_low = lines & 1 ? 32 : 16;
     b.k.shift_high = lines == 4 ? 32 : 64;
@@ -62,13 +62,16 @@ static __device__ Block plan_block(uint8_t* bytes, int nt, int n_head_kv, int he
     b.v.shift_high = 64;
 
     b.query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16);
-    const int teams = n_head_kv * b.team_warps, query = n_head_kv * nt * b.query_bytes;
-    const int weight = 2 * n_head_kv * (b.tokens / 16) * nt * 256, reals = 4 * b.columns * (n_head_kv + 2 * teams);
-    const int room = PIPE_SHARED_BYTES - query - weight - reals - 768;  // barriers, and what reads behind the last row
-    const int pairs = room / (b.k.stage_bytes + b.v.stage_bytes), rest = room - pairs * (b.k.stage_bytes + b.v.stage_bytes);
-    const bool one_more_k = rest >= b.k.stage_bytes;
-    b.k.stages = pairs + one_more_k < 16 ? pairs + one_more_k : 16;
-    b.v.stages = pairs + (!one_more_k && rest >= b.v.stage_bytes) < 16 ? pairs + (!one_more_k && rest >= b.v.stage_bytes) : 16;
+    const int query = n_head_kv * nt * b.query_bytes, weight = 2 * n_head_kv * (b.tokens / 16) * nt * 256;
+    const int reals = 4 * 8 * nt * n_head_kv * (1 + b.team_warps);
+    int room = PIPE_SHARED_BYTES - query - weight - reals - 768;  // barriers, and what reads behind the last row
+    b.k.stages = b.v.stages = 0;
+    for (; room >= b.k.stage_bytes + b.v.stage_bytes && b.k.stages < 15; room -= b.k.stage_bytes + b.v.stage_bytes) {
+        b.k.stages++;
+        b.v.stages++;
+    }
+    if (room >= b.k.stage_bytes) b.k.stages++;
+    else if (room >= b.v.stage_bytes) b.v.stages++;
 
     b.k.full = (memra_pipe*)bytes;
     b.k.empty = b.k.full + 16;
@@ -77,12 +80,23 @@ static __device__ Block plan_block(uint8_t* bytes, int nt, int n_head_kv, int he
     b.query = bytes + 512;
     b.weight = (uint2*)(b.query + query);
     b.factor = (float*)(b.query + query + weight);
-    b.most = b.factor + n_head_kv * b.columns;
-    b.sum = b.most + teams * b.columns;
+    b.most = b.factor + n_head_kv * 8 * nt;
     b.k.ring = bytes + 512 + query + weight + (reals + 127) / 128 * 128;
     b.v.ring = b.k.ring + b.k.stages * b.k.stage_bytes;
     return b;
 }
+
+// Which keys the columns of a block see: column c is row (first_column + c) / gqa, query head (first_column + c) % gqa.
+// Positions are below 2^31.
+struct View {
+    int pos, window, gqa;       // of row 0
+    int reciprocal;             // 2^16 / gqa, rounded up: exact for the up to 256 columns that there are
+    int first_column, columns;
+    __device__ int row(int column) const { return (first_column + column) * reciprocal >> 16; }
+    __device__ int last(int column) const { return pos + row(column); }
+    __device__ int first(int column) const { return (int)first_key(last(column), window); }
+    __device__ bool sees(int column, int key) const { return key <= last(column) && key >= first(column); }
+};
 
 // The stages of one block, in order: a group's tiles ascending, of each the stages that hold a key that a column sees.
 struct Walk {
@@ -185,11 +199,20 @@ static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, con
 // A lane decodes four keys (fragment columns 2t, 2t + 1, 2t + 8, 2t + 9) of the dims that row g stands for: WORDS times
 // 4 dims, and 4 more that lie `apart` further. Fragment (w, j): dims first + step * w + j, and + apart.
 
-// Codes of two keys in one word, as f16 above 1024: nibbles at bit 0 or 4 of each half, and their fifth bit.
-static __device__ uint32_t code_pair(uint32_t nibbles, uint32_t fifth, bool high, int bit) {
-    const uint32_t mask = high ? 0x00F000F0u : 0x000F000Fu, top = high ? 0x01000100u : 0x00100010u;
+// 1024 as two f16, in a register: an instruction that masks and merges has room for one constant only.
+static __device__ uint32_t f16_1024() {
+    uint32_t pair = 0x64006400u;
+#if MEMRA_PTX
+    asm volatile("mov.u32 %0, 0x64006400;" : "=r"(pair));
+#endif
+    return pair;
+}
+
+// Codes of two keys as f16 above 1024: nibbles at bit 0 or 4 of each half, and their fifth bit.
+static __device__ uint32_t code_pair(uint32_t nibbles, uint32_t fifth, bool high, int bit, uint32_t base) {
     const int by = (high ? 8 : 4) - bit;
-    return (nibbles & mask) | 0x64006400u | ((by >= 0 ? fifth << by : fifth >> -by) & top);
+    const uint32_t top = ((by >= 0 ? fifth << by : fifth >> -by) & (high ? 0x01000100u : 0x00100010u)) | base;
+    return (nibbles & (high ? 0x00F000F0u : 0x000F000Fu)) | top;
 }
 
 template <int WORDS>
@@ -226,13 +249,13 @@ struct VQ5 {
             high[pair] = __byte_perm(a.y >> 4 * first, b.y >> 4 * first, 0x7632);
         }
     }
-    __device__ void fragment(int w, int j, uint32_t a[4]) const {
+    __device__ void fragment(int w, int j, uint32_t base, uint32_t a[4]) const {
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             const uint32_t bytes = __byte_perm(word[2 * pair][w], word[2 * pair + 1][w], j < 2 ? 0x5410 : 0x7632);
             const uint32_t nibbles = j & 1 ? bytes >> 8 : bytes;
-            const uint32_t x = code_pair(nibbles, low[pair], false, 4 * w + j);   // 1024 + code
-            const uint32_t y = code_pair(nibbles, high[pair], true, 4 * w + j);   // 1024 + 16 code
+            const uint32_t x = code_pair(nibbles, low[pair], false, 4 * w + j, base);   // 1024 + code
+            const uint32_t y = code_pair(nibbles, high[pair], true, 4 * w + j, base);   // 1024 + 16 code
             a[2 * pair] = memra_fma_f16(memra_fma_f16(x, 0x3C003C00u, 0xE400E400u), d[pair], m[pair]);
             a[2 * pair + 1] = memra_fma_f16(memra_fma_f16(y, 0x2C002C00u, 0xD400D400u), d[pair], m[pair]);
         }
@@ -265,12 +288,12 @@ struct VQ4 {
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) d[pair] = __byte_perm(head[2 * pair], head[2 * pair + 1], 0x5410);
     }
-    __device__ void fragment(int w, int j, uint32_t a[4]) const {
+    __device__ void fragment(int w, int j, uint32_t base, uint32_t a[4]) const {
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             const uint32_t bytes = __byte_perm(word[2 * pair][w], word[2 * pair + 1][w], j < 2 ? 0x5410 : 0x7632);
             const uint32_t nibbles = j & 1 ? bytes >> 8 : bytes;
-            const uint32_t x = (nibbles & 0x000F000Fu) | 0x64006400u, y = (nibbles & 0x00F000F0u) | 0x64006400u;
+            const uint32_t x = (nibbles & 0x000F000Fu) | base, y = (nibbles & 0x00F000F0u) | base;
             a[2 * pair] = memra_fma_f16(memra_fma_f16(x, 0x3C003C00u, 0xE408E408u), d[pair], 0x80008000u);
             a[2 * pair + 1] = memra_fma_f16(memra_fma_f16(y, 0x2C002C00u, 0xD480D480u), d[pair], 0x80008000u);
         }
@@ -290,7 +313,7 @@ struct VFp8 {
             for (int w = 0; w < WORDS; w++) word[key][w] = *(const uint2*)(row + key * stride + 64 * w + 8 * g);
         }
     }
-    __device__ void fragment(int w, int j, uint32_t a[4]) const {
+    __device__ void fragment(int w, int j, uint32_t base, uint32_t a[4]) const {
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             const uint32_t how = j == 0 ? 0x0040u : j == 1 ? 0x0051u : j == 2 ? 0x0062u : 0x0073u;

@@ -26,9 +26,9 @@ __device__ inline uint32_t memra_pack_f16(float low, float high) {
 // c += a b.
 __device__ inline void memra_mma(float c[4], const uint32_t a[4], const uint32_t b[2]) {
 #if MEMRA_PTX
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
     uint32_t all_a[4][32], all_b[2][32];
     memra_cpu_exchange(a, 4, all_a);
@@ -77,7 +77,7 @@ __device__ inline void memra_mma_s8(int c[4], const uint32_t a[4], uint32_t b0, 
 __device__ inline uint32_t memra_transpose(uint32_t pair) {
 #if MEMRA_PTX
     uint32_t out;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
     return out;
 #else
     uint32_t all[1][32];

@@ -104,7 +104,16 @@ static __device__ void memra_team_sync(int id, int threads) {
 #endif
 }
 
-// The same; whether the predicate holds in any of them.
+// Counts this warp in without waiting.
+static __device__ void memra_team_arrive(int id, int threads) {
+#if MEMRA_PTX
+    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#else
+    cpu::arrive_at_team((unsigned)id, (unsigned)threads);
+#endif
+}
+
+// memra_team_sync; whether the predicate holds in any of them.
 static __device__ bool memra_team_any(int id, int threads, bool predicate) {
 #if MEMRA_PTX
     int any;

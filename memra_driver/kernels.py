@@ -44,6 +44,10 @@ ATTEND_PARAMS = (
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
+COMBINE_PARAMS = (
+    "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,"
+    " int head_dim_v, int window, const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
+)
 # The path of attention for GPUs that copy in bulk: entries attend_pipe_W_C, by the dims of V that a warp sums up and
 # the columns of a block.
 PIPE_ARCH = "sm_90"
@@ -94,6 +98,7 @@ class Kernel:
     shape: Callable[[dict[str, Any]], Shape]
     shared_bytes: int = 0  # dynamic shared memory that it must have been allowed
     arch: str | None = None  # the only one that it works on
+    dependent: bool = False  # may begin while the launch before it ends, and waits for that by itself
 
     @property
     def params(self) -> tuple[tuple[str, str], ...]:
@@ -222,10 +227,17 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             "attend_combine",
             "attend_combine.cu",
-            "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
-            " int n_head, int head_dim_v, int window, const memra_seq* seqs, int n_seqs,"
-            " memra_health* health, int layer",
+            COMBINE_PARAMS,
             lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"], a["head_dim_v"]),
+        ),
+        # The same, behind attend_pipe.
+        Kernel(
+            "attend_pipe_combine",
+            "attend_pipe_combine.cu",
+            COMBINE_PARAMS,
+            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"] * _ceil_div(a["head_dim_v"], 64), 384),
+            arch=PIPE_ARCH,
+            dependent=True,
         ),
     )
 }
@@ -257,14 +269,14 @@ class AttendGeometry:
 
     def pipe_fits(self, columns: int) -> bool:
         """Whether shared memory has room for two stages of K and of V; struct Block in attend_pipe.cuh is its layout."""
-        heads, team_warps = self.n_head_kv, PIPE_WARPS // self.n_head_kv
+        heads, team_warps = self.n_head_kv, 1 << (PIPE_WARPS // self.n_head_kv).bit_length() - 1
         tokens = min(64, 16 * team_warps)
         while tokens > 16 and tokens * (self.k_tok_bytes + self.v_tok_bytes) > PIPE_STAGE_BYTES:
             tokens //= 2
         stages = sum(4 * 128 * _ceil_div(tokens // 4 * b, 128) + 128 for b in (self.k_tok_bytes, self.v_tok_bytes))
         query = heads * columns // 8 * self.head_dim_k * (32 if self.k_format == FORMATS["fp8"].code else 16)
         weight = 2 * heads * (tokens // 16) * columns * 32
-        reals = 4 * columns * heads * (1 + 2 * team_warps)
+        reals = 4 * columns * heads * (1 + team_warps)
         return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
 
 
@@ -312,10 +324,9 @@ class LaunchPlan:
             if pointer:
                 value = 0 if value is None else value.ptr
             setattr(block, name, value)
-        grid, threads, shared_bytes = self.kernel.shape(dict(zip(self.names, args, strict=True)))
-        driver.launch_kernel(
-            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
-        )
+        shape = self.kernel.shape(dict(zip(self.names, args, strict=True)))
+        launch = driver.launch_dependent_kernel if self.kernel.dependent else driver.launch_kernel
+        launch(self.handle, *shape, stream, ctypes.addressof(self._pointers), self.kernel.name)
 
 
 def _unload_quietly(libraries: dict[str, int], pid: int) -> None:

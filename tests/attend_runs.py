@@ -110,6 +110,11 @@ def entry_of(args: dict[str, Any]) -> str:
     return attend_kernel(args["head_dim_k"], args["head_dim_v"], args["rows"] * (args["n_head"] // args["n_head_kv"]))
 
 
+def combine_of(entry: str) -> str:
+    """The kernel that follows this one."""
+    return "attend_pipe_combine" if entry.startswith("attend_pipe") else "attend_combine"
+
+
 COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "seqs", "n_seqs", "layer")
 
 
@@ -123,7 +128,7 @@ def combine_args(args: dict[str, Any], after: SimpleNamespace) -> dict[str, Any]
 def attend(dev: Any, args: dict[str, Any], entry: str | None = None) -> SimpleNamespace:
     """out (rows, n_head, head_dim_v) and health of attend and its combination."""
     after = run(dev, entry or entry_of(args), **args)
-    combined = run(dev, "attend_combine", **combine_args(args, after))
+    combined = run(dev, combine_of(entry or entry_of(args)), **combine_args(args, after))
     shape = (args["rows"], args["n_head"], args["head_dim_v"])
     return SimpleNamespace(out=combined.out.reshape(shape), health=combined.health)
 

@@ -33,7 +33,6 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __maxnreg__(...)
 #define __restrict__ __restrict
 #define __align__(n) alignas(n)
 // A section of its own, so that each block can begin with poisoned shared memory. Only in functions that are
@@ -129,19 +128,23 @@ inline void sync_block() {
     }
 }
 
-// Waits for `size` threads at barrier `id`; whether any of them brought true.
-inline bool meet_team(unsigned id, unsigned size, bool value) {
+// Counts the thread in at barrier `id`, which opens when `size` threads have come, and says whether it was the last.
+inline bool arrive_at_team(unsigned id, unsigned size, bool value = false) {
     Team& team = B.teams[id];
-    bool& any = team.any[team.generation & 1];
     if (team.arrived && team.size != size) fault_here("barrier %u: for %u threads and for %u", id, team.size, size);
+    bool& any = team.any[team.generation & 1];
     any = team.arrived++ ? any || value : value;
     team.size = size;
-    if (team.arrived == size) {
-        team.arrived = 0;
-        team.generation++;
-    } else {
-        wait(team);
-    }
+    if (team.arrived < size) return false;
+    team.arrived = 0;
+    team.generation++;
+    return true;
+}
+// Waits at barrier `id`; whether any of its threads brought true.
+inline bool meet_team(unsigned id, unsigned size, bool value) {
+    Team& team = B.teams[id];
+    const bool& any = team.any[team.generation & 1];
+    if (!arrive_at_team(id, size, value)) wait(team);
     return any;
 }
 
@@ -154,7 +157,7 @@ inline void set_up_phases(const void* at, unsigned arrivals) {
     B.phases.push_back(new Phases);
     *B.phases.back() = {{}, at, arrivals, arrivals, 0};
 }
-// Both are done with `bytes` of one sign before the other may end the phase, as on a GPU.
+// A phase ends when all have arrived and the bytes that were announced have come.
 inline void move_phases(const void* at, unsigned arrived, int64_t bytes) {
     Phases& phases = phases_at(at);
     if (arrived > phases.pending) fault_here("a barrier in shared memory: more arrivals than its %u", phases.arrivals);
