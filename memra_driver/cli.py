@@ -1,4 +1,4 @@
-"""The `memra-driver` command: info, plan, run, check."""
+"""The `memra-driver` command: info, plan, run, check, bench."""
 
 from __future__ import annotations
 
@@ -199,6 +199,52 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    what: Annotated[
+        list[str] | None,
+        typer.Option(help="snapshot, append, attend, scan, recur, step, host, load; repeat, or commas. Default: all."),
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the results to a file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the share of the ceiling over the size.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Also torch, flash-linear-attention and CuPy.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and launches.")] = False,
+    read: Annotated[Path | None, typer.Option(help="Show this file of results instead of measuring.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Say what moved by more than 10 % between two files of results.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda:N.")] = "cuda:0",
+) -> None:
+    """Every operation of the cache on a GPU, beside what its memory can do, against what is asked of it."""
+    from memra_driver import bench as benches
+    from memra_driver import bench_report as report
+    from memra_driver.bench_rows import FULL, QUICK
+
+    if compare is not None:
+        print("\n".join(report.compared(*map(report.read, compare))))
+        return
+    groups = benches.chosen(what or [])
+    if read is not None:
+        result = report.read(read)
+    else:
+        if not device.startswith("cuda"):
+            raise ConfigError(f"--device {device}: the bench measures a GPU, cuda:N")
+        tell = lambda group: print(f"memra-driver: {group}", file=sys.stderr, flush=True)  # noqa: E731
+        with _device(device) as e:
+            result = benches.run(e, groups=groups, sizes=QUICK if quick else FULL, peers=peers, tell=tell)
+    if as_json is not None:
+        report.write(as_json, result)
+    for group in groups:
+        rows = [row for row in report.rows_of(result) if row.group == group]
+        if rows:
+            _print_table(group, report.measured(rows))
+    _print_table("targets", report.verdicts([each for each in result["targets"] if each["group"] in groups]))
+    for line in (*report.heading(result), report.summary(result["targets"])):
+        out.print(line, highlight=False, markup=False)
+    if png is not None:
+        report.picture(png, result)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0; 1 a round or check differed; 2 it could not be done."""
     try:
@@ -281,6 +327,17 @@ def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> Non
             f"{row['copy_share']:.1%}" if row["median_bytes"] else "-",
         )
     out.print(table)
+
+
+def _print_table(title: str, table: tuple[list[str], list[list[str]]]) -> None:
+    head, rows = table
+    shown = Table(title=title, title_justify="left")
+    colours = {"miss": "red", "pass": "green", "aim": "bold green"}
+    for i, name in enumerate(head):
+        shown.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*map(escape, row), style=colours.get(row[-1]))
+    out.print(shown)
 
 
 def _print_plan(model: str, priced: CachePlan) -> None:

@@ -12,6 +12,7 @@ from memra_driver import ops
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache
 from memra_driver.layers import KvLayer, RecurLayer
+from memra_driver.op_bytes import op_bytes
 from memra_driver.plan import attend_part_bytes
 from memra_driver.session_inputs import Inputs, Weights
 from memra_driver.session_times import OpTimes
@@ -80,7 +81,8 @@ class Decoder:
 
     def cost(self, rows: int, *, in_round: bool) -> int:
         """Bytes that a whole step must move."""
-        return sum(sum(self._costs(il, self._arrays(il, rows), rows, in_round=in_round).values()) for il in self.layers)
+        costs = {il: op_bytes(self.target, il, rows, in_round=in_round) for il in self.layers}
+        return sum(costs[il][name] for il in self.layers for name in self._operations(il))
 
     def close(self) -> None:
         """Frees its buffers, and the tables of a batch; the caches stay."""
@@ -96,6 +98,13 @@ class Decoder:
         if first.recur[il] is not None:
             return "recurrent"
         return "owner" if first.kv[il] is not None else "borrower"
+
+    def _operations(self, il: int) -> tuple[str, ...]:
+        """What a step runs at layer il."""
+        kind = self._kind(il)
+        if kind == "recurrent":
+            return ("conv_update", "gdn_prep", "gdn_scan")
+        return (*(("append_kv",) if kind == "owner" else ()), *(("attend",) if self.attend else ()))
 
     def _kv(self, il: int) -> KvLayer:
         """The K/V that layer il reads."""
@@ -147,7 +156,7 @@ class Decoder:
 
     def _enqueue(self, il: int, a: Arrays, rows: int) -> None:
         e, target, measure = self.e, self.target, self.times.measure
-        cost = self._costs(il, a, rows, in_round=target.open_round is not None)
+        cost = op_bytes(target, il, rows, in_round=target.open_round is not None)
         if self._kind(il) == "recurrent":
             w = self.weights.of(il)
             size = self._recur(il).state_size
@@ -170,30 +179,6 @@ class Decoder:
             scale = 1.0 if target.cfg.is_gemma else self._kv(il).head_dim_k ** -0.5
             with measure("attend", cost["attend"]):
                 ops.attend(e, target, il, a["attend.q"], a["attend.out"], scale=scale)
-
-    def _costs(self, il: int, a: Arrays, rows: int, *, in_round: bool) -> dict[str, int]:
-        """Bytes that each operation of layer il must move; in a round it fills the tape as well."""
-        members = self.target.members
-        if self._kind(il) == "recurrent":
-            layer = self._recur(il)
-            x, vector, gate = a["x"].nbytes, a["q"].nbytes, a["beta"].nbytes
-            ring, state = layer.conv_state.nbytes * len(members), layer.ssm_state.nbytes * len(members)
-            tape = 3 * vector + 2 * gate if in_round else 0
-            return {
-                "conv_update": 2 * x + 4 * layer.conv_dim * layer.d_conv + (ring + x if in_round else 2 * ring),
-                "gdn_prep": x + 3 * vector + 4 * gate,
-                "gdn_scan": 2 * state + 4 * vector + 2 * gate + tape,
-            }
-        layer_kv, costs = self._kv(il), {}
-        token = layer_kv.k_tok_bytes + layer_kv.v_tok_bytes
-        if self._kind(il) == "owner":
-            costs["append_kv"] = a["append.k"].nbytes + a["append.v"].nbytes + len(members) * rows * token
-        if self.attend:
-            window = layer_kv.window
-            first = [max(0, member.pos - window + 1) if window else 0 for member in members]
-            keys = sum(member.pos + rows - begin for member, begin in zip(members, first, strict=True))
-            costs["attend"] = keys * token + a["attend.q"].nbytes + a["attend.out"].nbytes
-        return costs
 
     # What came back.
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from caches import POLICY, attention_only, put
-from foreign import Foreign
+from foreign import Foreign, nameless
 from op_calls import MATRIX, arrays, new, refuse
 from standin import StandIn
 
 from memra_driver import driver, ops
 from memra_driver.cache import Cache
 from memra_driver.device import CudaStream
-from memra_driver.dlpack import shown
 from memra_driver.errors import ArrayError
 
 MakeDev = Callable[..., Any]
@@ -95,7 +94,7 @@ def test_a_recorded_operation_takes_arrays_of_its_own_stream_and_of_captured_one
         ({"stream": 10**5000}, "names stream int"), ({"shape": iter(int, 1)}, "which no array has"),
         ({"strides": (512,)}, "is strided"), ({"strides": "none"}, "cannot be read"), ({"typestr": "<V2"}, "has dtype"),
     ],
-    ids=shown,
+    ids=nameless,
 )  # fmt: skip
 def test_an_interface_that_cannot_be_read_is_refused_by_name(cuda: Any, changes: dict[str, Any], match: str) -> None:
     with new(cuda) as cache:

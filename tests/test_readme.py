@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from standin import StandIn
 import memra_driver
 from memra_driver import config, layout
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -61,6 +63,17 @@ def test_the_example_for_tensors_runs_on_a_gpu(capsys: pytest.CaptureFixture[str
         check_tensors(capsys)
     finally:
         torch.cuda.set_stream(before)
+
+
+def test_the_speed_that_it_tells_is_that_of_the_run_on_record() -> None:
+    spec = importlib.util.spec_from_file_location("bench_readme", ROOT / "tests" / "bench" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    told = README.split(script.BEGIN)[1].split(script.END)[0]
+    assert told == script.chapter(), "python3 tests/bench/readme.py"
+    assert script.PICTURE.is_file() is script.RECORD.is_file()
 
 
 def test_every_preset_is_named() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreign import nameless
 from standin import StandIn
 
 from memra_driver import driver
@@ -105,7 +106,7 @@ def test_a_stream_waits_for_the_default_ones_and_not_for_itself(
         SimpleNamespace(__cuda_stream__=lambda: (0, "x")), SimpleNamespace(__cuda_stream__=lambda: (1, 0)),
         SimpleNamespace(__cuda_stream__=lambda: (0, -1)),
     ],
-    ids=repr,
+    ids=nameless,
 )  # fmt: skip
 def test_what_is_no_stream_is_refused_and_nothing_is_enqueued(wrong: Any, stream: CudaStream, standin: StandIn) -> None:
     for use in (stream.wait_stream, stream.release_to):
