@@ -11,7 +11,7 @@
 // are multiplied by 1. Weights and V are rounded to f16: values beyond 65504 become infinite.
 #include "attend_pipe.cuh"
 
-#if !MEMRA_PTX || __CUDA_ARCH__ >= 900
+#if !MEMRA_PTX || __CUDA_ARCH__ == 900
 
 #define RAISE_AT 15.0f  // a weight stays below 2^15, which f16 holds,
 #define HEADROOM 5.0f   // and the largest so far is at most 2^5, so that f16 keeps what weighs 2^-29 of it
@@ -495,7 +495,6 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     // The pipes are set up; the warp that did it need not wait for the others.
     if (warp == TEAM_WARPS) memra_team_arrive(14, PIPE_THREADS);
     bool set_up = false;
-    memra_let_dependents_start();
 
     Turn k_turn = {0, 0}, v_turn = {0, 0};
     unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread

@@ -79,21 +79,7 @@ static __device__ void memra_pipe_fence() {
 #endif
 }
 
-// A launch that was enqueued as dependent may begin once all blocks have said so; what it reads it must wait for.
-static __device__ void memra_let_dependents_start() {
-#if MEMRA_PTX
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-#endif
-
-// Waits for the launch that this one depends on, with all its stores; at once where there is none.
-static __device__ void memra_wait_for_primary() {
-#if MEMRA_PTX && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Barrier `id` (1 to 15) for whole warps of `threads` threads in all.
 static __device__ void memra_team_sync(int id, int threads) {

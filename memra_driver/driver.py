@@ -7,7 +7,6 @@ No objects, no policy, no state: streams, events, contexts and pointers are ints
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn
 
 from .errors import DriverError, DriverOutOfMemory, IllegalAddress, NoDriver, UnsupportedDriver
@@ -391,41 +390,6 @@ def launch_kernel(
         _reraise(f"cuLaunchKernel({name}, grid {grid}, block {block})", error)
     if status:
         raise _failure(f"cuLaunchKernel({name}, grid {grid}, block {block})", status)
-
-
-@functools.cache
-def _dependent_config() -> Any:
-    """A CUlaunchConfig whose launch may begin while the one before it in the stream ends."""
-    attribute = _cu.CUlaunchAttribute()
-    attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config = _cu.CUlaunchConfig()
-    config.attrs = [attribute]
-    config.numAttrs = 1
-    return config
-
-
-def launch_dependent_kernel(
-    kernel: int,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared_bytes: int,
-    stream: int,
-    params: int,
-    name: str = "",
-) -> None:
-    """`launch_kernel` of a kernel that waits for the launch before it by itself, and so may begin while that ends."""
-    config = _dependent_config()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = block
-    config.sharedMemBytes = shared_bytes
-    config.hStream = stream
-    try:
-        status = _cu.cuLaunchKernelEx(config, kernel, params, 0)[0]
-    except (RuntimeError, ValueError) as error:
-        _reraise(f"cuLaunchKernelEx({name}, grid {grid}, block {block})", error)
-    if status:
-        raise _failure(f"cuLaunchKernelEx({name}, grid {grid}, block {block})", status)
 
 
 # Capture and graphs

@@ -16,9 +16,9 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
@@ -44,15 +44,13 @@ ATTEND_PARAMS = (
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
-COMBINE_PARAMS = (
-    "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,"
-    " int head_dim_v, int window, const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
-)
 # The path of attention for GPUs that copy in bulk: entries attend_pipe_W_C, by the dims of V that a warp sums up and
 # the columns of a block.
 PIPE_ARCH = "sm_90"
 _BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
 PIPE_COLUMNS = {64: (8, 16, 24, 32), 128: (8, 16, 24, 32), 256: (8, 16)}
+PIPE_ENTRIES = tuple(f"attend_pipe_{width}_{columns}" for width, all_ in PIPE_COLUMNS.items() for columns in all_)
+ATTEND_ENTRIES = (*ATTEND_COLUMNS, *PIPE_ENTRIES)
 PIPE_WARPS = 8  # that compute; one more brings K and V
 PIPE_SHARED_BYTES = 227 << 10  # all that a block of sm_90 can have
 PIPE_STAGE_BYTES = 70 << 10  # of K and V at most, where a stage can be smaller
@@ -98,7 +96,6 @@ class Kernel:
     shape: Callable[[dict[str, Any]], Shape]
     shared_bytes: int = 0  # dynamic shared memory that it must have been allowed
     arch: str | None = None  # the only one that it works on
-    dependent: bool = False  # may begin while the launch before it ends, and waits for that by itself
 
     @property
     def params(self) -> tuple[tuple[str, str], ...]:
@@ -214,37 +211,25 @@ KERNELS: dict[str, Kernel] = {
             Kernel(name, "attend.cu", ATTEND_PARAMS, functools.partial(_attend_shape, columns), ATTEND_SHARED_BYTES)
             for name, columns in ATTEND_COLUMNS.items()
         ),
-        # The same sums, for geometries that pipe_width serves.
+        # The same sums, for a geometry that has a pipe_width; on PIPE_ARCH only.
         *(
-            Kernel(
-                f"attend_pipe_{width}_{columns}", "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape,
-                shared_bytes=PIPE_SHARED_BYTES, arch=PIPE_ARCH,
-            )  # fmt: skip
-            for width, all_columns in PIPE_COLUMNS.items()
-            for columns in all_columns
+            Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, PIPE_ARCH)
+            for name in PIPE_ENTRIES
         ),
         # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + 2) -> out (n_seqs, rows, n_head, head_dim_v).
         Kernel(
             "attend_combine",
             "attend_combine.cu",
-            COMBINE_PARAMS,
-            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"], a["head_dim_v"]),
-        ),
-        # The same, behind attend_pipe.
-        Kernel(
-            "attend_pipe_combine",
-            "attend_pipe_combine.cu",
-            COMBINE_PARAMS,
+            "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
+            " int n_head, int head_dim_v, int window, const memra_seq* seqs, int n_seqs,"
+            " memra_health* health, int layer",
             lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"] * _ceil_div(a["head_dim_v"], 64), 384),
-            arch=PIPE_ARCH,
-            dependent=True,
         ),
     )
 }
 
 
-@dataclass(frozen=True)
-class AttendGeometry:
+class AttendGeometry(NamedTuple):
     """What decides, beside the GPU, which path serves attention: nothing of a single call, whose bits depend on it."""
 
     n_head_kv: int
@@ -254,6 +239,11 @@ class AttendGeometry:
     v_tok_bytes: int
     k_format: int
     v_format: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> AttendGeometry:
+        """That of a launch with these arguments."""
+        return cls(*(arguments[name] for name in cls._fields))
 
     @property
     def pipe_width(self) -> int | None:
@@ -280,6 +270,7 @@ class AttendGeometry:
         return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
 
 
+@functools.lru_cache(maxsize=1024)
 def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
     """The entry of attend for an arch, a geometry, and a number of columns (rows * query heads per K/V head)."""
     width = geometry.pipe_width if arch == PIPE_ARCH else None
@@ -324,9 +315,10 @@ class LaunchPlan:
             if pointer:
                 value = 0 if value is None else value.ptr
             setattr(block, name, value)
-        shape = self.kernel.shape(dict(zip(self.names, args, strict=True)))
-        launch = driver.launch_dependent_kernel if self.kernel.dependent else driver.launch_kernel
-        launch(self.handle, *shape, stream, ctypes.addressof(self._pointers), self.kernel.name)
+        grid, threads, shared_bytes = self.kernel.shape(dict(zip(self.names, args, strict=True)))
+        driver.launch_kernel(
+            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
+        )
 
 
 def _unload_quietly(libraries: dict[str, int], pid: int) -> None:

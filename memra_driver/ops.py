@@ -30,7 +30,7 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
-from memra_driver.kernels import attend_kernel
+from memra_driver.kernels import AttendGeometry, attend_kernel
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
@@ -230,8 +230,11 @@ def attend(
         return
     at = cache.at(source)
     part = e.attend_scratch(at.n_seqs * attend_part_bytes(rows, heads, hv))
+    geometry = AttendGeometry(
+        layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format
+    )
     e.launch(
-        attend_kernel(hk, hv, rows * gqa), queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads,
+        attend_kernel(e.arch, geometry, rows * gqa), queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads,
         layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, scale, width,
         part, at.seqs, at.n_seqs, at.health, il,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from memra_driver.capi.layout import DeviceOptionsC
 from memra_driver.capi.library import Library, launch_function, load
 from memra_driver.device import LEGACY_STREAM, CudaContext, CudaStream
 from memra_driver.errors import AbiError, ArrayError, ConfigError, MemraError, StateError, UnsupportedError
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS, attend_kernel
+from memra_driver.kernels import ATTEND_ENTRIES, KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kvdev import CudaDev
 from memra_driver.memory import Borrowed, Closing, CudaSlice, check_contiguous
 
@@ -188,6 +188,10 @@ class CDev(CudaDev):
         return f"CDev({self.ordinal})"
 
     @property
+    def arch(self) -> str:
+        return str(self.c.arch)
+
+    @property
     def c_handle(self) -> int:
         """memra_cache_device.handle of a cache that lives here."""
         return self.c.handle
@@ -197,10 +201,10 @@ class CDev(CudaDev):
         kernel = KERNELS[name]
         if len(args) != len(kernel.params):
             raise AbiError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
-        if name in ATTEND_COLUMNS:
+        if name in ATTEND_ENTRIES:
             at = {parameter: value for (_, parameter), value in zip(kernel.params, args, strict=True)}
             columns = at["rows"] * (at["n_head"] // at["n_head_kv"])
-            chosen = attend_kernel(at["head_dim_k"], at["head_dim_v"], columns)
+            chosen = attend_kernel(self.arch, AttendGeometry.of(at), columns)
             if name != chosen:
                 raise UnsupportedError(f"the C library launches {chosen} for this attend, not {name}")
         self.context.bind()

@@ -37,7 +37,7 @@ from memra_driver.errors import (
     UnsupportedDriver,
     UnsupportedError,
 )
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
+from memra_driver.kernels import ATTEND_ENTRIES, KERNELS
 
 
 class Status(IntEnum):
@@ -86,7 +86,7 @@ def _launches() -> dict[str, tuple[Any, ...]]:
 
 def launch_function(kernel: str) -> str:
     """The function that launches a kernel of the table."""
-    return f"memra_launch_{'attend' if kernel in ATTEND_COLUMNS else kernel}"
+    return f"memra_launch_{'attend' if kernel in ATTEND_ENTRIES else kernel}"
 
 
 # Parameters by function. Structs, devices and host memory go by address: c_void_p; device memory is a c_uint64.
