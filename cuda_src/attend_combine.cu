@@ -7,29 +7,29 @@
 
 #define DIMS 64  // that a block makes, of one head of one row; a warp makes a fold of them, a lane two dims
 
-// part (n_seqs, rows, n_head, GROUPS, head_dim_v + 2); out (n_seqs, rows, n_head, head_dim_v).
+// part (n_seqs, rows, n_head, GROUPS, head_dim_v + TAIL); out (n_seqs, rows, n_head, head_dim_v).
 extern "C" __global__ void __launch_bounds__(384) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
         int head_dim_v, int window, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     __shared__ float most_of[FOLDS], weight_of[FOLDS];
     __shared__ float2 value_of[FOLDS][DIMS / 2];
-    const int lane = threadIdx.x & 31, fold = threadIdx.x / 32, pieces = (head_dim_v + DIMS - 1) / DIMS;
-    const long long entry = blockIdx.x / pieces;  // (sequence, row, head)
-    const int dim = (int)(blockIdx.x % pieces) * DIMS + 2 * lane, stride = head_dim_v + 2;
-    const long long seq = entry / ((long long)rows * n_head);
-    if (seqs && seq < n_seqs) {
+    const int lane = threadIdx.x & 31, fold = threadIdx.x / 32;
+    const unsigned pieces = (unsigned)(head_dim_v + DIMS - 1) / DIMS, entry = blockIdx.x / pieces;  // (sequence, row, head)
+    const unsigned row = entry / (unsigned)n_head, seq = row / (unsigned)rows;                      // row of all sequences
+    const int dim = (int)(blockIdx.x - entry * pieces) * DIMS + 2 * lane, stride = head_dim_v + TAIL;
+    if (seqs && seq < (unsigned)n_seqs) {
         pos_d = (const int*)seqs[seq].pos_d;
         max_ctx = seqs[seq].max_ctx;
     }
     const long long pos = memra_slot(pos_d, slot);
-    const bool valid = seq < n_seqs && pos >= 0 && pos + rows <= max_ctx;
-    const int last = valid ? (int)(pos + entry / n_head % rows) : 0, first_tile = (int)first_key(last, window) / TILE;
+    const bool valid = seq < (unsigned)n_seqs && pos >= 0 && pos + rows <= max_ctx;
+    const int last = valid ? (int)(pos + (row - seq * rows)) : 0, first_tile = (int)first_key(last, window) / TILE;
     const int tiles = last / TILE - first_tile + 1, after = GROUPS - first_tile % GROUPS;
     if (!valid) return;  // attend has reported it
 
     // A group without a key is not read: what stands there may be anything. One whose keys weigh nothing is, so that a
     // NaN among its values shows.
-    const float* from = part + (entry * GROUPS + fold * FOLD) * stride;
+    const float* from = part + ((long long)entry * GROUPS + fold * FOLD) * stride;
     float2 x[FOLD];
 #pragma unroll
     for (int i = 0; i < FOLD; i++) {
@@ -64,6 +64,6 @@ extern "C" __global__ void __launch_bounds__(384) attend_combine(
         value.y = __fadd_rn(value.y, value_of[i][lane].y);
         weight = __fadd_rn(weight, weight_of[i]);
     }
-    *(float2*)(out + entry * head_dim_v + dim) = make_float2(__fdiv_rn(value.x, weight), __fdiv_rn(value.y, weight));
+    *(float2*)(out + (long long)entry * head_dim_v + dim) = make_float2(__fdiv_rn(value.x, weight), __fdiv_rn(value.y, weight));
 }
 MEMRA_EXPORT(attend_combine)

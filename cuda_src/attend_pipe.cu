@@ -16,7 +16,7 @@
 #define RAISE_AT 15.0f  // a weight stays below 2^15, which f16 holds,
 #define HEADROOM 5.0f   // and the largest so far is at most 2^5, so that f16 keeps what weighs 2^-29 of it
 
-// What a block does for one chunk of columns of one sequence.
+// What a block does for one chunk of columns of one sequence; each warp has its own copy.
 struct Task {
     const float* q;
     float* part;
@@ -25,6 +25,7 @@ struct Task {
     Walk walk;
     bool reports;
 };
+MEMRA_ASSERT(sizeof(Block) <= 256 && (TEAM_WARPS + 1) * sizeof(Task) <= FIXED_BYTES - 1024, "plan and tasks need more room");
 
 // The eight elements of a query that lane `at` of its fragments holds, as four pairs: where each begins. Two registers of
 // q8_element, or twice four neighbours that score_fp8 takes in two steps.
@@ -40,72 +41,70 @@ static __device__ void quantise_queries(const Block& b, const Task& task, int n_
                                         int layer) {
     constexpr int COLUMNS = NT < 2 ? 2 : 4;
     const View& view = task.view;
-    const int lane = threadIdx.x & 31, t = lane % 4, parts = dim / 8;
+    const int lane = threadIdx.x & 31, parts = dim / 8;
 #pragma unroll 1
     for (int first = threadIdx.x / 32; first < n_head_kv * 8 * NT; first += COLUMNS * TEAM_WARPS) {
-        const float* query[COLUMNS];  // null: a column that nobody needs
         float2 x[COLUMNS][4];
-        float most[COLUMNS];
+        unsigned most[COLUMNS] = {};  // largest magnitude as bits, which a NaN passes
+        const float* query[COLUMNS];
 #pragma unroll
-        for (int i = 0; i < COLUMNS; i++) {
+        for (int i = 0; i < COLUMNS; i++) {  // columns that nobody needs are made of the first one
             const int c = first + i * TEAM_WARPS, head = c / (8 * NT), column = c % (8 * NT), row = view.row(column);
-            const bool used = head < n_head_kv && column < view.columns;
-            const int of_head = view.first_column + column - row * view.gqa;
-            query[i] = used ? task.q + ((long long)(row * n_head_kv + head) * view.gqa + of_head) * dim : nullptr;
-            most[i] = 0.0f;
+            const int at = (row * n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
+            query[i] = task.q + (head < n_head_kv && column < view.columns ? at * dim : 0);
         }
-        bool bad[COLUMNS] = {};
-        for (int half = dim > 256; half >= 0; half--) {  // ends with the half that is worked on first
+#pragma unroll 1
+        for (int at = parts > 32 ? lane + 32 : lane; at >= 0; at -= 32) {  // ends with the part that is worked on first
+            int offset[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; pair++) offset[pair] = query_pair(fp8, at < parts ? at : 0, pair);
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
-                for (int pair = 0; pair < 4; pair++) {
-                    const int at = lane + 32 * half;
-                    const bool here = query[i] && at < parts;
-                    x[i][pair] = here ? *(const float2*)(query[i] + query_pair(fp8, at, pair)) : make_float2(0.0f, 0.0f);
-                }
+                for (int pair = 0; pair < 4; pair++) x[i][pair] = *(const float2*)(query[i] + offset[pair]);
             }
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
                 for (int pair = 0; pair < 4; pair++) {
-                    most[i] = memra_max(most[i], memra_max(fabsf(x[i][pair].x), fabsf(x[i][pair].y)));
-                    bad[i] |= !memra_finite(x[i][pair].x) || !memra_finite(x[i][pair].y);
+                    const unsigned u = __float_as_uint(x[i][pair].x) & 0x7FFFFFFFu;
+                    const unsigned v = __float_as_uint(x[i][pair].y) & 0x7FFFFFFFu, uv = u > v ? u : v;
+                    most[i] = most[i] > uv ? most[i] : uv;
                 }
             }
         }
-#pragma unroll
-        for (int i = 0; i < COLUMNS; i++) most[i] = memra_warp_max(most[i]);
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             const int c = first + i * TEAM_WARPS, head = c / (8 * NT), column = c % (8 * NT);
             if (head >= n_head_kv) break;
-            const bool any_bad = __any_sync(MEMRA_ALL_LANES, bad[i]);
-            if (any_bad && lane == 0 && task.reports) {
+            const unsigned largest = memra_warp_max_u32(most[i]);
+            const bool bad = largest >= 0x7F800000u;
+            if (bad && lane == 0 && task.reports && column < view.columns) {
                 memra_report(task.health, MEMRA_FAULT_NONFINITE, layer, view.last(column), 1);
             }
-            // 2^bits / 2^exponent(most), within what an f32 holds. Integers end at 32512, so that high is at most 127.
+            // 2^bits / 2^exponent(largest), within what an f32 holds. Integers end at 32512, so that high is at most 127.
             const int bits = fp8 ? 13 : 14;
-            int exponent = (int)(__float_as_uint(most[i]) >> 23 & 255u) - 127;
+            int exponent = (int)(largest >> 23) - 127;
             exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
             const float up = __fmul_rn(__uint_as_float((unsigned)(127 + bits - exponent) << 23), fp8 ? 1.0f : 32512.0f / 32768.0f);
             const float down = __uint_as_float((unsigned)(127 - bits + exponent) << 23);
             const float factor = __fmul_rn(__fmul_rn(scale, fp8 ? 1.4426950408889634f : 1.4540548f), down);
-            if (lane == 0) b.factor[c] = any_bad ? __uint_as_float(0x7FFFFFFFu) : factor;
-            uint4* to = (uint4*)(b.query + (head * NT + column / 8) * b.query_bytes) + 4 * (column % 8) + t;
+            if (lane == 0) b.factor[c] = bad ? __uint_as_float(0x7FFFFFFFu) : factor;
+            uint4* to = (uint4*)(b.query + (head * NT + column / 8) * b.query_bytes) + 4 * (column % 8) + lane % 4;
 #pragma unroll 1
             for (int at = lane; at < parts; at += 32) {
                 uint32_t high[4], low[4];  // a pair each
 #pragma unroll
                 for (int pair = 0; pair < 4; pair++) {
-                    if (at >= 32 && query[i]) x[i][pair] = *(const float2*)(query[i] + query_pair(fp8, at, pair));
-                    const float u = __fmul_rn(x[i][pair].x, up), v = __fmul_rn(x[i][pair].y, up);
+                    if (at >= 32) x[i][pair] = *(const float2*)(query[i] + query_pair(fp8, at, pair));
                     if (fp8) {
+                        const float u = __fmul_rn(x[i][pair].x, up), v = __fmul_rn(x[i][pair].y, up);
                         high[pair] = memra_pack_f16(u, v);
                         low[pair] = memra_pack_f16(__fsub_rn(u, memra_from_f16((uint16_t)high[pair])),
                                                    __fsub_rn(v, memra_from_f16((uint16_t)(high[pair] >> 16))));
-                    } else {
-                        const int m = __float2int_rn(u), n = __float2int_rn(v);
+                    } else {  // 1.5 * 2^23 rounds to an integer, which the lowest bits then are
+                        const uint32_t m = __float_as_uint(__fmaf_rn(x[i][pair].x, up, 12582912.0f));
+                        const uint32_t n = __float_as_uint(__fmaf_rn(x[i][pair].y, up, 12582912.0f));
                         high[pair] = __byte_perm(m + 128, n + 128, 0x0051);
                         low[pair] = __byte_perm(m, n, 0x0040);
                     }
@@ -127,7 +126,7 @@ template <class V, int WORDS, int NT>
 static __device__ void weigh_stage(const Block& b, const uint8_t* rows, const uint2* weight, uint32_t base,
                                    float out[4 * WORDS][NT][4], float sum[NT][4]) {
     const int lane = threadIdx.x & 31;
-#pragma unroll 2
+#pragma unroll 1
     for (int slab = 0; slab < b.tokens / 16; slab++) {
         uint32_t w[NT][2];
 #pragma unroll
@@ -234,12 +233,12 @@ static __device__ void score_stage(const Block& b, const Scorer& s, const View& 
 #pragma unroll
     for (int n = 0; n < NT; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
     if (fp8) {
-#pragma unroll 2
+#pragma unroll 1
         for (int i = 0; i < s.pairs; i++) {
             score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, b.query_bytes / 16, score);
         }
     } else {
-#pragma unroll 4
+#pragma unroll(NT > 2 ? 1 : 4)
         for (int i = 0; i < s.pairs; i++) {
             score_q8<NT>(upper + 68 * i, lower + 68 * i, s.query + 64 * i, b.query_bytes / 16, score);
         }
@@ -312,14 +311,14 @@ static __device__ float raised(float& reference, float most) {
 
 // A warp's way through the stages of a task, and what it leaves in part.
 template <int WORDS, int NT>
-static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v_turn, int head_dim_k, int head_dim_v,
+static __device__ void compute(const Block& b, const Task& task, Turn& k_turn, Turn& v_turn, int head_dim_k, int head_dim_v,
                                int n_head_kv, int k_format, int v_format, int group) {
     // Many columns need the registers that scores would take while V is summed: their keys stay until the references
     // are settled, and are scored again if they must move.
     constexpr bool KEEP_SCORES = NT <= 2;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int shift = b.team_warps == 8 ? 3 : b.team_warps == 4 ? 2 : b.team_warps == 2 ? 1 : 0;
-    const int head = warp >> shift, member = warp & (b.team_warps - 1), team = 1 + head, threads = 32 * b.team_warps;
+    const int team_warps = 1 << b.team_shift, threads = 32 * team_warps;
+    const int head = warp >> b.team_shift, member = warp & (team_warps - 1), team = 1 + head;
     const int slabs = b.tokens / 16, quarter = b.tokens / QUARTERS, first_dim = member * 64 * WORDS;
     const bool scores = member < slabs, sums = first_dim < head_dim_v, fp8 = k_format == MEMRA_FP8;
     const View& view = task.view;
@@ -340,15 +339,15 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
     const int apart = v_format == MEMRA_FP8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
     const uint32_t base = f16_1024();
     uint2* const weights[2] = {b.weight + head * slabs * NT * 32, b.weight + (n_head_kv + head) * slabs * NT * 32};
-    float* const most = b.most + head * b.team_warps * 8 * NT;
+    float* const most = b.most + head * team_warps * 8 * NT;
 
     float out[4 * WORDS][NT][4] = {}, sum[NT][4] = {}, reference[NT][2], score[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++) reference[n][0] = reference[n][1] = minus_infinity();
 
-    Walk next = task.walk;  // of K; task.walk follows with V
+    Walk next = task.walk, behind = task.walk;  // of K, and of V one stage later
     bool first = true;
-    for (int parity = 1; first || task.walk.more(); parity ^= 1) {
+    for (int parity = 1; first || behind.more(); parity ^= 1) {
         // The scores of the next stage.
         const bool more = next.more();
         const int scored = k_turn.stage, scored_token = next.first_token(b.tokens);
@@ -370,9 +369,9 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
         if (!first) {
             memra_pipe_wait(b.v.full + v_turn.stage, v_turn.parity);
             uint8_t* stage = b.v.ring + v_turn.stage * b.v.stage_bytes;
-            const int start = task.walk.first_token(b.tokens), stop = start + b.tokens - 1;
+            const int start = behind.first_token(b.tokens), stop = start + b.tokens - 1;
             if (start < any_from || stop > any_to) {  // rows that nobody sees become 0, whatever stands there
-                for (int i = member; i < b.tokens; i += b.team_warps) {
+                for (int i = member; i < b.tokens; i += team_warps) {
                     if (start + i >= any_from && start + i <= any_to) continue;
                     const int c = i / quarter;
                     uint8_t* row = stage + b.v.quarter(c) + (i - c * quarter) * b.v.token_bytes + head * b.v.head_bytes;
@@ -399,7 +398,7 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
             __syncwarp();
             if (lane == 0) memra_pipe_arrive(b.v.empty + v_turn.stage);
             v_turn.next(b.v.stages);
-            task.walk.next();
+            behind.next();
             raise = memra_team_any(team, threads, raise);
         }
         // Where a score has passed its reference, the team agrees on the next one.
@@ -412,7 +411,7 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 float2 all = make_float2(minus_infinity(), minus_infinity());
-                for (int other = 0; other < slabs && other < b.team_warps; other++) {
+                for (int other = 0; other < slabs; other++) {
                     const float2 two = *(const float2*)(most + (other * NT + n) * 8 + 2 * t);
                     all = make_float2(memra_max(all.x, two.x), memra_max(all.y, two.y));
                 }
@@ -435,23 +434,22 @@ static __device__ void compute(const Block& b, Task& task, Turn& k_turn, Turn& v
     }
 
     if (!sums) return;
-    const int entry = head_dim_v + 2;
+    const int entry = head_dim_v + TAIL;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int column = 8 * n + 2 * t + i, row = view.row(column);
             if (column >= view.columns) continue;
-            const int of_head = (row * n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
-            float* to = task.part + ((long long)of_head * GROUPS + group) * entry;
+            const int of_all = (row * n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
+            float* to = task.part + ((long long)of_all * GROUPS + group) * entry;
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
                 const int d = lane_dim + w * step;
                 if (d >= head_dim_v) continue;
-                *(float2*)(to + d) = make_float2(out[4 * w][n][i], out[4 * w + 1][n][i]);
-                *(float2*)(to + d + 2) = make_float2(out[4 * w + 2][n][i], out[4 * w + 3][n][i]);
-                *(float2*)(to + d + apart) = make_float2(out[4 * w][n][i + 2], out[4 * w + 1][n][i + 2]);
-                *(float2*)(to + d + apart + 2) = make_float2(out[4 * w + 2][n][i + 2], out[4 * w + 3][n][i + 2]);
+                *(float4*)(to + d) = make_float4(out[4 * w][n][i], out[4 * w + 1][n][i], out[4 * w + 2][n][i], out[4 * w + 3][n][i]);
+                *(float4*)(to + d + apart) = make_float4(out[4 * w][n][i + 2], out[4 * w + 1][n][i + 2],
+                                                         out[4 * w + 2][n][i + 2], out[4 * w + 3][n][i + 2]);
             }
             if (member == 0 && g == 0) *(float2*)(to + head_dim_v) = make_float2(reference[n][i], sum[n][i]);
         }
@@ -478,25 +476,26 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
                               int window, float* part, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     const long long own_pos = seqs ? 0 : memra_slot(pos_d, slot);  // what all else waits for
-    const Block b = plan_block(bytes, NT, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);
     const int warp = threadIdx.x / 32, gqa = n_head / n_head_kv, columns = rows * gqa;
-    const int teams = n_head_kv * b.team_warps;  // warps that compute
+    const Block& b = *(const Block*)(bytes + 512);
+    Task& task = ((Task*)(bytes + 768))[warp];
     if (threadIdx.x == 32 * TEAM_WARPS) {
-        for (int i = 0; i < b.k.stages; i++) {
-            memra_pipe_init(b.k.full + i, 1);
-            memra_pipe_init(b.k.empty + i, teams);
-        }
-        for (int i = 0; i < b.v.stages; i++) {
-            memra_pipe_init(b.v.full + i, 1);
-            memra_pipe_init(b.v.empty + i, teams);
+        Block& made = *(Block*)(bytes + 512);
+        plan_block(made, bytes, NT, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);
+        const int computing = n_head_kv << made.team_shift;
+        for (int i = 0; i < 16; i++) {
+            memra_pipe_init(made.k.full + i, 1);
+            memra_pipe_init(made.v.full + i, 1);
+            memra_pipe_init(made.k.empty + i, computing);
+            memra_pipe_init(made.v.empty + i, computing);
         }
         memra_pipe_init_done();
     }
-    // The pipes are set up; the warp that did it need not wait for the others.
-    if (warp == TEAM_WARPS) memra_team_arrive(14, PIPE_THREADS);
-    bool set_up = false;
+    __syncthreads();
+    const int computing = n_head_kv << b.team_shift;  // warps
 
     Turn k_turn = {0, 0}, v_turn = {0, 0};
+    bool busy = false;
     unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
     for (int seq = 0; seq < n_seqs; seq++) {
         for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
@@ -513,37 +512,41 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
                 if (group + first_column == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
                 continue;
             }
-            Task task;
-            task.view.pos = (int)pos;
-            task.view.window = window;
-            task.view.gqa = gqa;
-            task.view.reciprocal = (65535 + gqa) / gqa;
-            task.view.first_column = first_column;
-            task.view.columns = columns - first_column < 8 * NT ? columns - first_column : 8 * NT;
-            task.walk = walk_of(group, task.view.first(0), task.view.last(task.view.columns - 1), b.tokens);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                task.view.pos = (int)pos;
+                task.view.window = window;
+                task.view.gqa = gqa;
+                task.view.reciprocal = (65535 + gqa) / gqa;
+                task.view.first_column = first_column;
+                task.view.columns = columns - first_column < 8 * NT ? columns - first_column : 8 * NT;
+                task.walk = walk_of(group, task.view.first(0), task.view.last(task.view.columns - 1), b.tokens);
+                task.q = q + (long long)seq * rows * n_head * head_dim_k;
+                task.part = part + (long long)seq * rows * n_head * GROUPS * (head_dim_v + TAIL);
+                task.health = health;
+                task.reports = task.walk.tile == task.view.first(0) / TILE;
+            }
+            __syncwarp();
             if (!task.walk.more()) continue;
             if (warp >= TEAM_WARPS) {
-                if (threadIdx.x % 32 != 0) continue;
-                for (; task.walk.more(); task.walk.next()) {
-                    const int first_token = task.walk.first_token(b.tokens);
-                    memra_pipe_wait(b.k.empty + k_turn.stage, k_turn.parity ^ 1);
-                    bring(b.k, k_turn, k, first_token, b.tokens, (int)max_ctx);
-                    k_turn.next(b.k.stages);
-                    memra_pipe_wait(b.v.empty + v_turn.stage, v_turn.parity ^ 1);
-                    bring(b.v, v_turn, v, first_token, b.tokens, (int)max_ctx);
-                    v_turn.next(b.v.stages);
+                if (threadIdx.x % 32 == 0) {
+                    for (Walk walk = task.walk; walk.more(); walk.next()) {
+                        const int first_token = walk.first_token(b.tokens);
+                        memra_pipe_wait(b.k.empty + k_turn.stage, k_turn.parity ^ 1);
+                        bring(b.k, k_turn, k, first_token, b.tokens, (int)max_ctx);
+                        k_turn.next(b.k.stages);
+                        memra_pipe_wait(b.v.empty + v_turn.stage, v_turn.parity ^ 1);
+                        bring(b.v, v_turn, v, first_token, b.tokens, (int)max_ctx);
+                        v_turn.next(b.v.stages);
+                    }
                 }
                 continue;
             }
-            task.q = q + (long long)seq * rows * n_head * head_dim_k;
-            task.part = part + (long long)seq * rows * n_head * GROUPS * (head_dim_v + 2);
-            task.health = health;
-            task.reports = task.walk.tile == task.view.first(0) / TILE;
-            if (set_up) memra_team_sync(15, 32 * TEAM_WARPS);  // the queries before are done with
+            if (busy) memra_team_sync(15, 32 * TEAM_WARPS);  // the queries before are done with
+            busy = true;
             quantise_queries<NT>(b, task, n_head_kv, head_dim_k, k_format == MEMRA_FP8, scale, layer);
-            memra_team_sync(set_up ? 15 : 14, set_up ? 32 * TEAM_WARPS : PIPE_THREADS);
-            set_up = true;
-            if (warp < teams) {
+            memra_team_sync(15, 32 * TEAM_WARPS);
+            if (warp < computing) {
                 compute<WORDS, NT>(b, task, k_turn, v_turn, head_dim_k, head_dim_v, n_head_kv, k_format, v_format, group);
             }
         }

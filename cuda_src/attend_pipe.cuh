@@ -8,6 +8,7 @@
 #define TEAM_WARPS 8                     // warps that compute; one more brings K and V
 #define PIPE_THREADS (32 * TEAM_WARPS + 32)
 #define PIPE_SHARED_BYTES (227 << 10)    // all that a block of sm_90 can have
+#define FIXED_BYTES 2048                 // of it for pipes, plan and tasks, and behind all
 #define STAGE_BYTES (70 << 10)           // at most, where a stage can be smaller
 #define QUARTERS 4                       // a stage arrives in so many copies, each further from its bank than the last
 
@@ -31,12 +32,13 @@ struct Plane {
     }
 };
 
+// The plan of a block lies in shared memory too, as do the tasks: kept in registers they would leave too few for sums.
 struct Block {
     Plane k, v;
     int tokens;          // of a stage
-    int team_warps;      // warps that share a K/V head
-    uint8_t* query;      // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
+    int team_shift;      // 2^team_shift warps share a K/V head
     int query_bytes;     // of one K/V head and 8 columns
+    uint8_t* query;      // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
     float* factor;       // (n_head_kv, 8 NT): from a sum of codes to a power of two
     uint2* weight;       // (2, n_head_kv, tokens / 16, NT, 32 lanes): fragments of the weights
     float* most;         // (n_head_kv, team_warps, 8 NT)
@@ -47,43 +49,47 @@ static __device__ int block_bytes_of(int format) {
 }
 
 // The same numbers in kernels.py and memra_kernels.c decide whether a geometry is served here at all.
-static __device__ Block plan_block(uint8_t* bytes, int nt, int n_head_kv, int head_dim_k, int head_dim_v,
-                                   long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format) {
-    Block b;
-    b.team_warps = n_head_kv == 1 ? 8 : n_head_kv == 2 ? 4 : n_head_kv <= 4 ? 2 : 1;  // TEAM_WARPS / n_head_kv
-    b.tokens = b.team_warps >= 4 ? 64 : 16 * b.team_warps;
-    while (b.tokens > 16 && b.tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) b.tokens /= 2;
-    b.k.shape(k_tok_bytes, head_dim_k / 32 * block_bytes_of(k_format), b.tokens);
-    b.v.shape(v_tok_bytes, head_dim_v / 32 * block_bytes_of(v_format), b.tokens);
-    const int lines = b.k.token_bytes / 16 & 7;  // where the next row of K begins, in 16 bytes of 128
-    b.k.shift_low = lines & 1 ? 32 : 16;
-    b.k.shift_high = lines == 4 ? 32 : 64;
-    b.v.shift_low = 32;
-    b.v.shift_high = 64;
+static __device__ void plan_block(Block& b, uint8_t* bytes, int nt, int n_head_kv, int head_dim_k, int head_dim_v,
+                                  long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format) {
+    const int team_shift = n_head_kv == 1 ? 3 : n_head_kv == 2 ? 2 : n_head_kv <= 4 ? 1 : 0;
+    int tokens = team_shift >= 2 ? 64 : 16 << team_shift;
+    while (tokens > 16 && tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) tokens /= 2;
+    Plane k, v;
+    k.shape(k_tok_bytes, head_dim_k / 32 * block_bytes_of(k_format), tokens);
+    v.shape(v_tok_bytes, head_dim_v / 32 * block_bytes_of(v_format), tokens);
+    const int lines = k.token_bytes / 16 & 7;  // where the next row of K begins, in 16 bytes of 128
+    k.shift_low = lines & 1 ? 32 : 16;
+    k.shift_high = lines == 4 ? 32 : 64;
+    v.shift_low = 32;
+    v.shift_high = 64;
 
-    b.query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16);
-    const int query = n_head_kv * nt * b.query_bytes, weight = 2 * n_head_kv * (b.tokens / 16) * nt * 256;
-    const int reals = 4 * 8 * nt * n_head_kv * (1 + b.team_warps);
-    int room = PIPE_SHARED_BYTES - query - weight - reals - 768;  // barriers, and what reads behind the last row
-    b.k.stages = b.v.stages = 0;
-    for (; room >= b.k.stage_bytes + b.v.stage_bytes && b.k.stages < 15; room -= b.k.stage_bytes + b.v.stage_bytes) {
-        b.k.stages++;
-        b.v.stages++;
+    const int query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16), query = n_head_kv * nt * query_bytes;
+    const int weight = 2 * n_head_kv * (tokens / 16) * nt * 256, reals = 4 * 8 * nt * n_head_kv * (1 + (1 << team_shift));
+    int room = PIPE_SHARED_BYTES - FIXED_BYTES - query - weight - reals;
+    k.stages = v.stages = 0;
+    for (; room >= k.stage_bytes + v.stage_bytes && k.stages < 15; room -= k.stage_bytes + v.stage_bytes) {
+        k.stages++;
+        v.stages++;
     }
-    if (room >= b.k.stage_bytes) b.k.stages++;
-    else if (room >= b.v.stage_bytes) b.v.stages++;
+    if (room >= k.stage_bytes) k.stages++;
+    else if (room >= v.stage_bytes) v.stages++;
 
-    b.k.full = (memra_pipe*)bytes;
-    b.k.empty = b.k.full + 16;
-    b.v.full = b.k.full + 32;
-    b.v.empty = b.k.full + 48;
-    b.query = bytes + 512;
-    b.weight = (uint2*)(b.query + query);
-    b.factor = (float*)(b.query + query + weight);
+    k.full = (memra_pipe*)bytes;
+    k.empty = k.full + 16;
+    v.full = k.full + 32;
+    v.empty = k.full + 48;
+    uint8_t* at = bytes + FIXED_BYTES - 256;  // which are left for what reads behind the last row
+    b.query = at;
+    b.weight = (uint2*)(at += query);
+    b.factor = (float*)(at += weight);
     b.most = b.factor + n_head_kv * 8 * nt;
-    b.k.ring = bytes + 512 + query + weight + (reals + 127) / 128 * 128;
-    b.v.ring = b.k.ring + b.k.stages * b.k.stage_bytes;
-    return b;
+    k.ring = at + (reals + 127) / 128 * 128;
+    v.ring = k.ring + k.stages * k.stage_bytes;
+    b.k = k;
+    b.v = v;
+    b.tokens = tokens;
+    b.team_shift = team_shift;
+    b.query_bytes = query_bytes;
 }
 
 // Which keys the columns of a block see: column c is row (first_column + c) / gqa, query head (first_column + c) % gqa.

@@ -14,6 +14,7 @@ enum {
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
+    ATTEND_TAIL = 4,                   /* f32 behind the values of a partial sum */
     ATTEND_THREADS = 128,
     ATTEND_NARROW = 8,                 /* columns of an attend block, */
     ATTEND_WIDE = 32,                  /* and of a wide one */
@@ -241,7 +242,7 @@ static bool pipe_fits(const geometry *g, int64_t columns) {
     const int64_t stages = stage_bytes(tokens, g->k_tok_bytes) + stage_bytes(tokens, g->v_tok_bytes);
     const int64_t query = heads * columns / 8 * g->head_dim_k * (g->k_format == MEMRA_FP8 ? 32 : 16);
     const int64_t weight = 2 * heads * (tokens / 16) * columns * 32, reals = 4 * columns * heads * (1 + team_warps);
-    return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768;
+    return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 2048;
 }
 
 static bool packed_in_lines(const geometry *g, int32_t format, int64_t head_dim, int64_t tok_bytes) {
@@ -320,6 +321,6 @@ int memra_launch_attend_combine(
 
 uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v) {
     const int64_t sums = times(times(n_seqs, rows), times(n_head, ATTEND_GROUPS));
-    const int64_t n_bytes = times(times(sums, (int64_t)head_dim_v + 2), 4);
+    const int64_t n_bytes = times(times(sums, (int64_t)head_dim_v + ATTEND_TAIL), 4);
     return n_bytes < 0 ? 0 : (uint64_t)n_bytes;
 }

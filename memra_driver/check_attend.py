@@ -26,7 +26,7 @@ from memra_driver.check_args import (
 from memra_driver.check_case import TOLERANCE, Case, batch, single
 from memra_driver.kernels import ATTEND_TILE, PIPE_ARCH, AttendGeometry, attend_kernel
 from memra_driver.oracle_formats import encode
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
 
 ATTEND_TOLERANCE = 2e-3
 
@@ -133,7 +133,7 @@ def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
     """Partial sums of any groups; those without a key are NaN."""
     shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
     for rows, heads, dim, pos, window in shapes:
-        part = np.full((rows, heads, ATTEND_GROUPS, dim + 2), np.nan, np.float32)
+        part = np.full((rows, heads, ATTEND_GROUPS, dim + ATTEND_TAIL), np.nan, np.float32)
         for row in range(rows):
             last = pos + row
             tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
@@ -141,7 +141,7 @@ def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
             weight = rng.uniform(0.1, 64, (heads, len(groups), 1))
             most = rng.normal(0, 4, (heads, len(groups), 1))
             sums = rng.standard_normal((heads, len(groups), dim)) * weight
-            part[row][:, groups] = np.concatenate([sums, most, weight], axis=2)
+            part[row][:, groups, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
         args = {
             "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
             "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, **ALONE, "health": record(),

@@ -216,7 +216,7 @@ KERNELS: dict[str, Kernel] = {
             Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, PIPE_ARCH)
             for name in PIPE_ENTRIES
         ),
-        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + 2) -> out (n_seqs, rows, n_head, head_dim_v).
+        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v).
         Kernel(
             "attend_combine",
             "attend_combine.cu",
@@ -267,7 +267,7 @@ class AttendGeometry(NamedTuple):
         query = heads * columns // 8 * self.head_dim_k * (32 if self.k_format == FORMATS["fp8"].code else 16)
         weight = 2 * heads * (tokens // 16) * columns * 32
         reals = 4 * columns * heads * (1 + team_warps)
-        return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
+        return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 2048
 
 
 @functools.lru_cache(maxsize=1024)
