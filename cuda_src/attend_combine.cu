@@ -64,6 +64,8 @@ extern "C" __global__ void __launch_bounds__(384) attend_combine(
         value.y = __fadd_rn(value.y, value_of[i][lane].y);
         weight = __fadd_rn(weight, weight_of[i]);
     }
-    *(float2*)(out + (long long)entry * head_dim_v + dim) = make_float2(__fdiv_rn(value.x, weight), __fdiv_rn(value.y, weight));
+    out += (long long)entry * head_dim_v + dim;  // may be aligned for single floats only
+    out[0] = __fdiv_rn(value.x, weight);
+    out[1] = __fdiv_rn(value.y, weight);
 }
 MEMRA_EXPORT(attend_combine)

@@ -35,6 +35,12 @@ static __device__ int query_pair(bool fp8, int at, int pair) {
     return 32 * block + q8_element(block & 1, pair / 2, t, 2 * (pair & 1));
 }
 
+// Two floats; the caller's array need not be aligned for that.
+static __device__ float2 pair_at(const float* at) {
+    if (((unsigned long long)at & 7) == 0) return *(const float2*)at;
+    return make_float2(at[0], at[1]);
+}
+
 // The queries of all K/V heads as fragments. A warp takes every eighth column, COLUMNS at once, and lane l a part of each.
 template <int NT>
 static __device__ void quantise_queries(const Block& b, const Task& task, int n_head_kv, int dim, bool fp8, float scale,
@@ -61,7 +67,7 @@ static __device__ void quantise_queries(const Block& b, const Task& task, int n_
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
-                for (int pair = 0; pair < 4; pair++) x[i][pair] = *(const float2*)(query[i] + offset[pair]);
+                for (int pair = 0; pair < 4; pair++) x[i][pair] = pair_at(query[i] + offset[pair]);
             }
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) {
@@ -96,7 +102,7 @@ static __device__ void quantise_queries(const Block& b, const Task& task, int n_
                 uint32_t high[4], low[4];  // a pair each
 #pragma unroll
                 for (int pair = 0; pair < 4; pair++) {
-                    if (at >= 32) x[i][pair] = *(const float2*)(query[i] + query_pair(fp8, at, pair));
+                    if (at >= 32) x[i][pair] = pair_at(query[i] + query_pair(fp8, at, pair));
                     if (fp8) {
                         const float u = __fmul_rn(x[i][pair].x, up), v = __fmul_rn(x[i][pair].y, up);
                         high[pair] = memra_pack_f16(u, v);
@@ -572,11 +578,8 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     MEMRA_EXPORT(name)
 ATTEND(attend_pipe_64_8, 1, 1)
 ATTEND(attend_pipe_64_16, 1, 2)
-ATTEND(attend_pipe_64_24, 1, 3)
 ATTEND(attend_pipe_64_32, 1, 4)
 ATTEND(attend_pipe_128_8, 2, 1)
 ATTEND(attend_pipe_128_16, 2, 2)
 ATTEND(attend_pipe_128_24, 2, 3)
-ATTEND(attend_pipe_128_32, 2, 4)
 ATTEND(attend_pipe_256_8, 4, 1)
-ATTEND(attend_pipe_256_16, 4, 2)

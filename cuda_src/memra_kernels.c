@@ -29,13 +29,12 @@ const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "set_counters",
     "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
     "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide",
-    "attend_pipe_64_8", "attend_pipe_64_16", "attend_pipe_64_24", "attend_pipe_64_32", "attend_pipe_128_8",
-    "attend_pipe_128_16", "attend_pipe_128_24", "attend_pipe_128_32", "attend_pipe_256_8", "attend_pipe_256_16",
-    "attend_combine",
+    "attend_pipe_64_8", "attend_pipe_64_16", "attend_pipe_64_32", "attend_pipe_128_8", "attend_pipe_128_16",
+    "attend_pipe_128_24", "attend_pipe_256_8", "attend_combine",
 };
 
 static bool is_pipe(enum memra_kernel k) {
-    return k >= MEMRA_K_ATTEND_PIPE_64_8 && k <= MEMRA_K_ATTEND_PIPE_256_16;
+    return k >= MEMRA_K_ATTEND_PIPE_64_8 && k <= MEMRA_K_ATTEND_PIPE_256_8;
 }
 
 static bool is_attend(enum memra_kernel k) {
@@ -254,20 +253,19 @@ static bool packed_in_lines(const geometry *g, int32_t format, int64_t head_dim,
 /* The entry of attend_pipe; MEMRA_N_KERNELS where the portable path serves. */
 static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
     static const struct {
-        int32_t width, most_columns; /* dims of V that a warp sums up; the entries of a width follow each other */
-        enum memra_kernel first;
-    } entries[] = {{64, 32, MEMRA_K_ATTEND_PIPE_64_8}, {128, 32, MEMRA_K_ATTEND_PIPE_128_8},
-                   {256, 16, MEMRA_K_ATTEND_PIPE_256_8}};
+        int32_t width, columns; /* dims of V that a warp sums up, columns of a block */
+    } entries[] = {{64, 8}, {64, 16}, {64, 32}, {128, 8}, {128, 16}, {128, 24}, {256, 8}};
+    const size_t n_entries = sizeof entries / sizeof *entries;
     if (g->n_head_kv > PIPE_WARPS || !packed_in_lines(g, g->k_format, g->head_dim_k, g->k_tok_bytes) ||
         !packed_in_lines(g, g->v_format, g->head_dim_v, g->v_tok_bytes) || !pipe_fits(g, 8))
         return MEMRA_N_KERNELS;
-    for (size_t e = 0; e < sizeof entries / sizeof *entries; e++) {
-        if (entries[e].width * team_warps_of(g) < g->head_dim_v) continue;
-        int32_t columns = 8;
-        while (columns < n_columns && columns < entries[e].most_columns && pipe_fits(g, columns + 8)) columns += 8;
-        return (enum memra_kernel)((int)entries[e].first + columns / 8 - 1);
-    }
-    return MEMRA_N_KERNELS;
+    size_t e = 0;
+    while (e < n_entries && entries[e].width * team_warps_of(g) < g->head_dim_v) e++;
+    if (e == n_entries) return MEMRA_N_KERNELS;
+    while (entries[e].columns < n_columns && e + 1 < n_entries && entries[e + 1].width == entries[e].width &&
+           pipe_fits(g, entries[e + 1].columns))
+        e++;
+    return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_64_8 + (int)e);
 }
 
 int memra_launch_attend(

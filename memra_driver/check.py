@@ -118,7 +118,8 @@ def launch(e: Any, case: Case) -> dict[str, Array]:
             words = [[_address(slices, entry) for entry in row] for row in rows]
             put(name, np.array(words, np.uint64).reshape(-1))
         for kernel, args in case.launches:
-            e.launch(_served(e, kernel, args), *(slices[each] if isinstance(each, str) else each for each in args.values()))
+            values = (slices[each] if isinstance(each, str) else each for each in args.values())
+            e.launch(_served(e, kernel, args), *values)
         return {name: slices[name].to_numpy() for name in case.arrays}
 
 

@@ -48,7 +48,7 @@ ATTEND_PARAMS = (
 # the columns of a block.
 PIPE_ARCH = "sm_90"
 _BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
-PIPE_COLUMNS = {64: (8, 16, 24, 32), 128: (8, 16, 24, 32), 256: (8, 16)}
+PIPE_COLUMNS = {64: (8, 16, 32), 128: (8, 16, 24), 256: (8,)}
 PIPE_ENTRIES = tuple(f"attend_pipe_{width}_{columns}" for width, all_ in PIPE_COLUMNS.items() for columns in all_)
 ATTEND_ENTRIES = (*ATTEND_COLUMNS, *PIPE_ENTRIES)
 PIPE_WARPS = 8  # that compute; one more brings K and V
@@ -216,7 +216,7 @@ KERNELS: dict[str, Kernel] = {
             Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, PIPE_ARCH)
             for name in PIPE_ENTRIES
         ),
-        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v).
+        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
         Kernel(
             "attend_combine",
             "attend_combine.cu",
@@ -248,8 +248,9 @@ class AttendGeometry(NamedTuple):
     @property
     def pipe_width(self) -> int | None:
         """Dims of V that a warp sums up on the path of sm_90; None where the portable one serves."""
-        planes = ((self.k_tok_bytes, self.head_dim_k, self.k_format), (self.v_tok_bytes, self.head_dim_v, self.v_format))
-        for tok_bytes, dim, code in planes:
+        k_plane = (self.k_tok_bytes, self.head_dim_k, self.k_format)
+        v_plane = (self.v_tok_bytes, self.head_dim_v, self.v_format)
+        for tok_bytes, dim, code in (k_plane, v_plane):
             packed = self.n_head_kv * dim // BLOCK * _BLOCK_BYTES[code]
             if dim % 64 or tok_bytes != packed or tok_bytes % 16:
                 return None
@@ -258,7 +259,7 @@ class AttendGeometry(NamedTuple):
         return next((w for w in PIPE_COLUMNS if w * (PIPE_WARPS // self.n_head_kv) >= self.head_dim_v), None)
 
     def pipe_fits(self, columns: int) -> bool:
-        """Whether shared memory has room for two stages of K and of V; struct Block in attend_pipe.cuh is its layout."""
+        """Whether shared memory has room for two stages of K and of V, laid out as struct Block in attend_pipe.cuh."""
         heads, team_warps = self.n_head_kv, 1 << (PIPE_WARPS // self.n_head_kv).bit_length() - 1
         tokens = min(64, 16 * team_warps)
         while tokens > 16 and tokens * (self.k_tok_bytes + self.v_tok_bytes) > PIPE_STAGE_BYTES:

@@ -234,9 +234,8 @@ def attend(
         layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format
     )
     e.launch(
-        attend_kernel(e.arch, geometry, rows * gqa), queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads,
-        layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, scale, width,
-        part, at.seqs, at.n_seqs, at.health, il,
+        attend_kernel(e.arch, geometry, rows * gqa), queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx,
+        heads, *geometry, scale, width, part, at.seqs, at.n_seqs, at.health, il,
     )  # fmt: skip
     e.launch(
         "attend_combine", part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs,

@@ -87,7 +87,8 @@ def packed(random_: random.Random) -> dict[str, Any]:
     """A geometry of which most are served by attend_pipe: packed tokens of any two formats."""
     heads, dims = random_.randint(1, 9), [random_.choice([64, 96, 128, 192, 256, 512]) for _ in "kv"]
     formats = [FORMATS[random_.choice(names)] for names in (("q8_0", "fp8"), ("q5_1", "q4_0", "fp8"))]
-    found: dict[str, Any] = {"n_head_kv": heads, "n_head": heads * random_.randint(1, 16), "rows": random_.randint(1, 6)}
+    found: dict[str, Any] = {"n_head_kv": heads, "n_head": heads * random_.randint(1, 16)}
+    found["rows"] = random_.randint(1, 6)
     for name, dim, fmt in zip("kv", dims, formats, strict=True):
         more = random_.choice([0, 0, 0, 16])
         found |= {f"head_dim_{name}": dim, f"{name}_format": fmt.code}

@@ -40,7 +40,7 @@ IN_KERNELS = [
     ("copy_rows", "copy_many.cu", "c < end;", "c + 1 < end;"),
     ("attend", "attend.cu", "const bool seen = column < work.columns &&", "const bool seen = key + 1 <"),
     ("attend", "attend.cu", "sum[i] = __fmaf_rn(sum[i], worth, added)", "sum[i] = added"),
-    ("attend_pipe", "attend_pipe.cu", "const float now = __fsub_rn(ceilf(most), HEADROOM), worth", "const float now = most, worth"),
+    ("attend_pipe", "attend_pipe.cu", "worth = exp2_of(__fsub_rn(reference, now))", "worth = 1.0f"),
     ("attend_combine", "attend_combine.cu", "__fmaf_rn(x[i].y, w, value.y)", "__fmaf_rn(x[i].x, w, value.y)"),
 ]
 # An entry that shows it, its header, and the line that is flipped: what only the compiler for a GPU reads. None of them

@@ -15,7 +15,8 @@ from memra_driver.kvdev import twin_of
 from memra_driver.reference_attend import FOLD
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-SLOW = {"attend.cu": ("sm_80", "sm_90", "sm_120"), "attend_pipe.cu": ("sm_80", "sm_90")}  # takes long to compile; the oldest, the newest, and where it runs
+# What takes long to compile: for the oldest, the newest, and where it runs.
+SLOW = {"attend.cu": ("sm_80", "sm_90", "sm_120"), "attend_pipe.cu": ("sm_80", "sm_90", "sm_120")}
 SOURCES = sorted({kernel.source for kernel in KERNELS.values()})
 PTX_KIND = {"int": "u32", "long long": "u64", "float": "f32"}
 

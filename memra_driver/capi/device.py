@@ -180,16 +180,13 @@ class CDev(CudaDev):
                 self.context.close()
             raise
         self.kernels = self.c
+        self.arch = self.c.arch
         self.memory = self.stream
         self._scratch = []
         self._attached = []
 
     def __repr__(self) -> str:
         return f"CDev({self.ordinal})"
-
-    @property
-    def arch(self) -> str:
-        return str(self.c.arch)
 
     @property
     def c_handle(self) -> int:
