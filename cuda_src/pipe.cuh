@@ -9,12 +9,12 @@
 typedef unsigned long long memra_pipe;
 
 #if MEMRA_PTX
-static __device__ uint32_t memra_shared_address(const void* at) { return (uint32_t)__cvta_generic_to_shared(at); }
+__device__ inline uint32_t memra_shared_address(const void* at) { return (uint32_t)__cvta_generic_to_shared(at); }
 #endif
 
 #if !MEMRA_PTX || __CUDA_ARCH__ >= 900
 
-static __device__ void memra_pipe_init(memra_pipe* pipe, int arrivals) {
+__device__ inline void memra_pipe_init(memra_pipe* pipe, int arrivals) {
 #if MEMRA_PTX
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(memra_shared_address(pipe)), "r"(arrivals) : "memory");
 #else
@@ -23,13 +23,13 @@ static __device__ void memra_pipe_init(memra_pipe* pipe, int arrivals) {
 }
 
 // Behind the inits and before the __syncthreads that shows them to all.
-static __device__ void memra_pipe_init_done() {
+__device__ inline void memra_pipe_init_done() {
 #if MEMRA_PTX
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-static __device__ void memra_pipe_arrive(memra_pipe* pipe) {
+__device__ inline void memra_pipe_arrive(memra_pipe* pipe) {
 #if MEMRA_PTX
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(memra_shared_address(pipe)) : "memory");
 #else
@@ -38,7 +38,7 @@ static __device__ void memra_pipe_arrive(memra_pipe* pipe) {
 }
 
 // Arrives, and announces bytes.
-static __device__ void memra_pipe_expect(memra_pipe* pipe, int n_bytes) {
+__device__ inline void memra_pipe_expect(memra_pipe* pipe, int n_bytes) {
 #if MEMRA_PTX
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(memra_shared_address(pipe)), "r"(n_bytes)
                  : "memory");
@@ -47,7 +47,7 @@ static __device__ void memra_pipe_expect(memra_pipe* pipe, int n_bytes) {
 #endif
 }
 
-static __device__ void memra_pipe_wait(memra_pipe* pipe, unsigned parity) {
+__device__ inline void memra_pipe_wait(memra_pipe* pipe, unsigned parity) {
 #if MEMRA_PTX
     asm volatile(
         "{\n.reg .pred done;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -59,7 +59,7 @@ static __device__ void memra_pipe_wait(memra_pipe* pipe, unsigned parity) {
 }
 
 // Copies n_bytes, a multiple of 16 between addresses that are multiples of 16, and tells the pipe.
-static __device__ void memra_pipe_copy(void* to, const void* from, int n_bytes, memra_pipe* pipe) {
+__device__ inline void memra_pipe_copy(void* to, const void* from, int n_bytes, memra_pipe* pipe) {
 #if MEMRA_PTX
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      memra_shared_address(to)),
@@ -73,7 +73,7 @@ static __device__ void memra_pipe_copy(void* to, const void* from, int n_bytes, 
 }
 
 // What this thread wrote to shared memory comes before copies into it that are enqueued behind a later barrier.
-static __device__ void memra_pipe_fence() {
+__device__ inline void memra_pipe_fence() {
 #if MEMRA_PTX
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -82,7 +82,7 @@ static __device__ void memra_pipe_fence() {
 #endif
 
 // Barrier `id` (1 to 15) for whole warps of `threads` threads in all.
-static __device__ void memra_team_sync(int id, int threads) {
+__device__ inline void memra_team_sync(int id, int threads) {
 #if MEMRA_PTX
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #else
@@ -91,7 +91,7 @@ static __device__ void memra_team_sync(int id, int threads) {
 }
 
 // Counts this warp in without waiting.
-static __device__ void memra_team_arrive(int id, int threads) {
+__device__ inline void memra_team_arrive(int id, int threads) {
 #if MEMRA_PTX
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #else
@@ -100,7 +100,7 @@ static __device__ void memra_team_arrive(int id, int threads) {
 }
 
 // memra_team_sync; whether the predicate holds in any of them.
-static __device__ bool memra_team_any(int id, int threads, bool predicate) {
+__device__ inline bool memra_team_any(int id, int threads, bool predicate) {
 #if MEMRA_PTX
     int any;
     asm volatile(

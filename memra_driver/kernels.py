@@ -268,7 +268,7 @@ class AttendGeometry(NamedTuple):
         query = heads * columns // 8 * self.head_dim_k * (32 if self.k_format == FORMATS["fp8"].code else 16)
         weight = 2 * heads * (tokens // 16) * columns * 32
         reals = 4 * columns * heads * (1 + team_warps)
-        return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 2048
+        return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
 
 
 @functools.lru_cache(maxsize=1024)
