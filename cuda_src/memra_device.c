@@ -146,6 +146,7 @@ static int take_apart(memra_device *device, int status) {
         free(scratch);
     }
     if (device->table && alive) keep(&status, "cuMemFree()", memra_device_free(device, device->table));
+    if (device->count && alive) keep(&status, "cuMemFree()", memra_device_free(device, device->count));
     free(device->entries);
     for (int32_t i = 0; i < device->n_libraries; i++)
         keep(&status, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));

@@ -116,6 +116,7 @@ static void set_defaults(void) {
     };
     S.device_count = getenv("FAKE_CUDA_DEVICES") ? atoi(getenv("FAKE_CUDA_DEVICES")) : 2;
     S.driver_version = 13020;
+    S.peers = true;
     if (getenv("FAKE_CUDA_KERNELS")) // for a program that does not know fake_set_kernels
         snprintf(S.kernels, sizeof S.kernels, "%s", getenv("FAKE_CUDA_KERNELS"));
     for (int d = 0; d < MAX_DEVICES; d++) {
@@ -220,6 +221,7 @@ API void fake_set_total_memory(int device, uint64_t bytes) { LOCKED(S.device[dev
 API void fake_set_attribute(int device, int attribute, int value) {
     LOCKED(S.device[device].attribute[attribute] = value;);
 }
+API void fake_set_peers(int can) { LOCKED(S.peers = can;); }
 API void fake_set_device_count(int n) { LOCKED(S.device_count = n;); }
 API void fake_set_driver_version(int version) { LOCKED(S.driver_version = version;); }
 API void fake_set_kernels(const char *path) { LOCKED(snprintf(S.kernels, sizeof S.kernels, "%s", path);); }
