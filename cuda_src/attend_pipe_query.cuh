@@ -21,11 +21,8 @@ static __device__ int query_pair(bool fp8, int at, int pair) {
     return 32 * block + q8_element(block & 1, pair / 2, t, 2 * (pair & 1));
 }
 
-// Two floats; the caller's array need not be aligned for that.
-static __device__ float2 pair_at(const float* at) {
-    if (((unsigned long long)at & 7) == 0) return *(const float2*)at;
-    return make_float2(at[0], at[1]);
-}
+// Two floats of the caller's array, which need not be aligned for more than one.
+static __device__ float2 pair_at(const float* at) { return make_float2(at[0], at[1]); }
 
 // The queries of all K/V heads as fragments. A warp takes every eighth column, COLUMNS at once, and lane l a part of each.
 template <int NT>

@@ -128,6 +128,13 @@ def attend(dev: Any, args: dict[str, Any], entry: str | None = None) -> SimpleNa
     return SimpleNamespace(out=combined.out.reshape(shape), health=combined.health)
 
 
+def change_tokens(args: dict[str, Any], name: str, tokens: slice, fill: int | Array) -> dict[str, Any]:
+    """The launch on planes whose tokens hold other bytes; name: k or v."""
+    plane = args[name].copy()
+    plane.reshape(-1, args[f"{name}_tok_bytes"])[tokens] = fill
+    return args | {name: plane}
+
+
 def row_alone(args: dict[str, Any], row: int) -> dict[str, Any]:
     """The launch for that row only, on planes that hold all rows."""
     q = args["q"].reshape(args["rows"], -1)[row].copy()

@@ -19,6 +19,7 @@ from attend_runs import (
     assert_same_bits,
     attend,
     attend_args,
+    change_tokens,
     climbing,
     combine_args,
     entry_of,
@@ -211,12 +212,6 @@ def test_the_device_slot_beats_the_argument(dev: Any, rng: np.random.Generator) 
 
 
 # What a row may not see
-
-
-def change_tokens(args: dict[str, Any], name: str, tokens: slice, fill: int | Array) -> dict[str, Any]:
-    plane = args[name].copy()
-    plane.reshape(-1, args[f"{name}_tok_bytes"])[tokens] = fill
-    return args | {name: plane}
 
 
 @pytest.mark.parametrize("formats", PAIRS)
