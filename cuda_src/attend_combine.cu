@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(384) attend_combine(
         x[i] = has && dim < head_dim_v ? *(const float2*)(from + i * stride + dim) : make_float2(0.0f, 0.0f);
     }
     float2 own = make_float2(minus_infinity(), 0.0f);  // reference and weight of the lane's group
-    if (lane < FOLD && (fold * FOLD + lane + after) % GROUPS < tiles) own = *(const float2*)(from + lane * stride + head_dim_v);
+    const bool has_own = lane < FOLD && (fold * FOLD + lane + after) % GROUPS < tiles;
+    if (has_own) own = *(const float2*)(from + lane * stride + head_dim_v);
     const float most = memra_warp_max(own.x);
     if (lane == 0) most_of[fold] = most;
     __syncthreads();

@@ -249,9 +249,12 @@ static __device__ void compute(const Block& b, const Task& task, Turn& k_turn, T
             for (int w = 0; w < WORDS; w++) {
                 const int d = lane_dim + w * step;
                 if (d >= head_dim_v) continue;
-                *(float4*)(to + d) = make_float4(out[4 * w][n][i], out[4 * w + 1][n][i], out[4 * w + 2][n][i], out[4 * w + 3][n][i]);
-                *(float4*)(to + d + apart) = make_float4(out[4 * w][n][i + 2], out[4 * w + 1][n][i + 2],
-                                                         out[4 * w + 2][n][i + 2], out[4 * w + 3][n][i + 2]);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int x = i + 2 * half;
+                    *(float4*)(to + d + half * apart) = make_float4(out[4 * w][n][x], out[4 * w + 1][n][x],
+                                                                    out[4 * w + 2][n][x], out[4 * w + 3][n][x]);
+                }
             }
             if (member == 0 && g == 0) *(float2*)(to + head_dim_v) = make_float2(reference[n][i], sum[n][i]);
         }
@@ -259,7 +262,8 @@ static __device__ void compute(const Block& b, const Task& task, Turn& k_turn, T
 }
 
 // Brings one stage of a plane: rows first_token .. of those the plane has.
-static __device__ void bring(const Plane& plane, const Turn& turn, const uint8_t* bytes, int first_token, int tokens, int rows) {
+static __device__ void bring(const Plane& plane, const Turn& turn, const uint8_t* bytes, int first_token, int tokens,
+                             int rows) {
     const int quarter = tokens / QUARTERS, here = rows - first_token < tokens ? rows - first_token : tokens;
     memra_pipe_expect(plane.full + turn.stage, here * plane.token_bytes);
     for (int c = 0; c < QUARTERS; c++) {
@@ -311,14 +315,15 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
             }
             const long long pos = seqs ? memra_slot(pos_d, slot) : own_pos;
             if (pos < 0 || pos + rows > max_ctx) {
-                if (group + first_column == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
+                const bool reports = group + first_column == 0 && threadIdx.x == 0;
+                if (reports) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
                 continue;
             }
             Task task;
             task.view.pos = (int)pos;
             task.view.window = window;
             task.view.gqa = gqa;
-            task.view.reciprocal = (65535 + gqa) / gqa;
+            task.view.reciprocal = (0x7FFFFFFFu + (unsigned)gqa) / (unsigned)gqa;
             task.view.first_column = first_column;
             task.view.columns = columns - first_column < 8 * NT ? columns - first_column : 8 * NT;
             task.walk = walk_of(group, task.view.first(0), task.view.last(task.view.columns - 1), b.tokens);

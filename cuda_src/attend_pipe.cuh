@@ -94,9 +94,11 @@ static __device__ void plan_block(Block& b, uint8_t* bytes, int nt, int n_head_k
 // Positions are below 2^31.
 struct View {
     int pos, window, gqa;       // of row 0
-    int reciprocal;             // 2^16 / gqa, rounded up: exact for the up to 256 columns that there are
+    unsigned reciprocal;        // 2^31 / gqa, rounded up: exact for any number of columns that a launch can have
     int first_column, columns;
-    __device__ int row(int column) const { return (first_column + column) * reciprocal >> 16; }
+    __device__ int row(int column) const {
+        return (int)((unsigned long long)(unsigned)(first_column + column) * reciprocal >> 31);
+    }
     __device__ int last(int column) const { return pos + row(column); }
     __device__ int first(int column) const { return (int)first_key(last(column), window); }
     __device__ bool sees(int column, int key) const { return key <= last(column) && key >= first(column); }

@@ -75,7 +75,8 @@ static __device__ void quantise_queries(const Block& b, const Task& task, int n_
             const int bits = fp8 ? 13 : 14;
             int exponent = (int)(largest >> 23) - 127;
             exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
-            const float up = __fmul_rn(__uint_as_float((unsigned)(127 + bits - exponent) << 23), fp8 ? 1.0f : 32512.0f / 32768.0f);
+            const float power = __uint_as_float((unsigned)(127 + bits - exponent) << 23);
+            const float up = fp8 ? power : __fmul_rn(power, 32512.0f / 32768.0f);
             const float down = __uint_as_float((unsigned)(127 - bits + exponent) << 23);
             const float factor = __fmul_rn(__fmul_rn(scale, fp8 ? 1.4426950408889634f : 1.4540548f), down);
             if (lane == 0) b.factor[c] = bad ? __uint_as_float(0x7FFFFFFFu) : factor;
@@ -102,8 +103,10 @@ static __device__ void quantise_queries(const Block& b, const Task& task, int n_
                     to[64 * (at / 4)] = make_uint4(high[0], high[1], low[0], low[1]);
                     to[64 * (at / 4) + 32] = make_uint4(high[2], high[3], low[2], low[3]);
                 } else {
-                    to[32 * (at / 4)] = make_uint4(__byte_perm(high[0], high[1], 0x5410), __byte_perm(high[2], high[3], 0x5410),
-                                                   __byte_perm(low[0], low[1], 0x5410), __byte_perm(low[2], low[3], 0x5410));
+                    const uint32_t halves = 0x5410;
+                    to[32 * (at / 4)] =
+                        make_uint4(__byte_perm(high[0], high[1], halves), __byte_perm(high[2], high[3], halves),
+                                   __byte_perm(low[0], low[1], halves), __byte_perm(low[2], low[3], halves));
                 }
             }
         }

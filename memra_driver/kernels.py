@@ -251,8 +251,8 @@ class AttendGeometry(NamedTuple):
         k_plane = (self.k_tok_bytes, self.head_dim_k, self.k_format)
         v_plane = (self.v_tok_bytes, self.head_dim_v, self.v_format)
         for tok_bytes, dim, code in (k_plane, v_plane):
-            packed = self.n_head_kv * dim // BLOCK * _BLOCK_BYTES[code]
-            if dim % 64 or tok_bytes != packed or tok_bytes % 16:
+            packed = self.n_head_kv * dim // BLOCK * _BLOCK_BYTES.get(code, 0)
+            if dim % 64 or tok_bytes != packed or tok_bytes % 16 or tok_bytes < 1:
                 return None
         if self.n_head_kv > PIPE_WARPS or not self.pipe_fits(8):
             return None

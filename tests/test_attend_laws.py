@@ -28,7 +28,7 @@ from attend_runs import (
     row_alone,
     shrinking,
 )
-from checks import Array, faults
+from checks import faults
 from kernel_runs import run, run_batch
 
 from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, any_planes, partial_sums, record

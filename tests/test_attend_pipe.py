@@ -31,7 +31,7 @@ from kernel_runs import run, run_batch
 
 from memra_driver.check_args import LAYER, PAIRS, Dims, Pair
 from memra_driver.health import Fault, FaultCount
-from memra_driver.kernels import PIPE_ARCH, PIPE_COLUMNS, AttendGeometry, attend_kernel
+from memra_driver.kernels import KERNELS, PIPE_ARCH, PIPE_COLUMNS, AttendGeometry, attend_kernel
 from memra_driver.memory import CudaSlice
 
 # By what a warp sums up: 64, 128 and 256 dims; teams of 8, 4, 2 and 1 warps; stages of 64, 32 and 16 keys.
@@ -164,14 +164,14 @@ def test_a_query_that_is_not_finite_is_reported_once_a_head_and_row(dev: Any, rn
 
 
 @pytest.mark.parametrize("width", PIPE_COLUMNS)
-def test_blocks_of_any_number_of_columns_give_the_same_bits(dev: Any, rng: np.random.Generator, width: int) -> None:
-    if dev.arch != PIPE_ARCH or hasattr(dev, "c"):  # the C library chooses by itself
-        pytest.skip("entries of this path are launched by name only where they run")
+def test_blocks_of_any_number_of_columns_give_the_same_bits(cuda: Any, rng: np.random.Generator, width: int) -> None:
+    if cuda.arch != PIPE_ARCH:
+        pytest.skip(f"these entries run on {PIPE_ARCH} only")
     heads, dims = {64: ((6, 2), (128, 128)), 128: ((8, 8), (64, 128)), 256: ((8, 8), (64, 192))}[width]
     args = attend_args(rng, 5, 62, heads=heads, dims=dims, tamper=growing)
-    expected = attend(dev, args, f"attend_pipe_{width}_8")
+    expected = attend(cuda, args, f"attend_pipe_{width}_8")
     for columns in PIPE_COLUMNS[width]:
-        assert_same_bits(attend(dev, args, f"attend_pipe_{width}_{columns}").out, expected.out)
+        assert_same_bits(attend(cuda, args, f"attend_pipe_{width}_{columns}").out, expected.out)
 
 
 def test_the_path_follows_from_the_geometry_alone() -> None:
@@ -199,9 +199,10 @@ def test_queries_need_only_the_alignment_of_a_float(dev: Any, rng: np.random.Gen
     for name, each in slices.items():
         each.copy_from(args[name].reshape(-1))
     values = args | slices | {"q": whole.view(1, shifted.size)}
-    dev.launch(entry_of(dev, args), *values.values())
+    entry = entry_of(dev, args)
+    dev.launch(entry, *(values[name] for _, name in KERNELS[entry].params))
     after = SimpleNamespace(part=slices["part"].to_numpy(), health=slices["health"].to_numpy())
     out = run(dev, "attend_combine", **combine_args(args, after)).out
     assert_same_bits(out, expected.reshape(-1))
-    for each in (*slices.values(), whole):
+    for each in (*slices.values(), whole):  # its view ends with it
         each.close()
