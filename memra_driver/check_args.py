@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from memra_driver.formats import FORMATS, K_FORMATS, V_FORMATS
 from memra_driver.kernels import recur_split
 from memra_driver.layout import HEALTH_BYTES
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
 
 Array = NDArray[Any]
 Args = dict[str, Any]
@@ -144,7 +144,7 @@ def attend_args(
 
 def partial_sums(rows: int, n_head: int, head_dim_v: int, fill: int = 0xFF) -> Array:
     """The scratch of attend, of which nobody has written any: every byte is `fill`, NaNs by default."""
-    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + 2) * 4, fill, np.uint8).view(np.float32)
+    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + ATTEND_TAIL) * 4, fill, np.uint8).view(np.float32)
 
 
 # Recurrent layers.

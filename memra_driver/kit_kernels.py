@@ -15,7 +15,7 @@ from memra_driver.check_args import ALONE, ONE_LAYER, Args, partial_sums, poison
 from memra_driver.check_case import Case, single
 from memra_driver.errors import KitError
 from memra_driver.formats import BLOCK, K_FORMATS, V_FORMATS
-from memra_driver.kernels import KERNELS, attend_kernel
+from memra_driver.kernels import KERNELS, PIPE_ARCH, AttendGeometry, attend_kernel
 from memra_driver.kit_files import NAMES, Entry, Kit, Writer, arrays_of, entries_of
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
@@ -91,7 +91,7 @@ def kernel_case(kit: Kit, entry: Entry) -> Case:
         everything["part"] = partial_sums(args["rows"], args["n_head"], args["head_dim_v"])
         if "out" not in wanted:
             everything["out"] = poison(args["rows"] * args["n_head"] * args["head_dim_v"])
-        kernel = attend_kernel(args["head_dim_k"], args["head_dim_v"], args["rows"] * _gqa(args))
+        kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), args["rows"] * _gqa(args))
         case = single(entry["id"], kernel, everything)
         behind = single("", "attend_combine", everything)
         case.launches += behind.launches
