@@ -22,6 +22,7 @@ from typing import Any
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
+from memra_driver.memory import run_all
 from memra_driver.plan import ATTEND_GROUPS
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
@@ -289,8 +290,9 @@ class KernelSet:
     def close(self) -> None:
         """Unloads everything; may be called twice. The work that uses it must have ended."""
         self._plans.clear()
-        while self._libraries:
-            driver.library_unload(self._libraries.popitem()[1])
+        libraries = list(self._libraries.values())
+        self._libraries.clear()
+        run_all(functools.partial(driver.library_unload, library) for library in libraries)
 
     def _load(self, kernel: Kernel) -> LaunchPlan:
         library = self._libraries.get(kernel.source)

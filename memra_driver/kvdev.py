@@ -26,6 +26,7 @@ from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, H
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.kernels import KERNELS, KernelSet
+from memra_driver.memory import run_all
 
 S = TypeVar("S")
 
@@ -249,15 +250,14 @@ class CudaDev(_SliceDev):
         """
         if self.stream.is_closed or in_a_fork():
             return
+        mine = [*self._attached, *self._scratch, *filter(None, [self._table]), self.kernels]
+        mine += [self.stream] if self._owns_stream else []
+        mine += [self.context] if self._owns_context else []
+        run_all([self._finish, *(each.close for each in mine)])
+
+    def _finish(self) -> None:
         if self.context.is_alive():
             self.stream.synchronize()
-        for each in (*self._attached, *self._scratch, *filter(None, [self._table])):
-            each.close()
-        self.kernels.close()
-        if self._owns_stream:
-            self.stream.close()
-        if self._owns_context:
-            self.context.close()
 
     def __enter__(self) -> CudaDev:
         return self

@@ -7,6 +7,7 @@ have one name and never share a process.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import os
@@ -32,16 +33,21 @@ MARKERS = (
 THROUGH_C = {
     f"test_{name}"
     for name in (
-        "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
-        "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "late_reads",
-        "many_layers", "ops", "ops_arguments", "ops_results", "pipeline", "programs", "replayed_clock", "rollback",
-        "round", "round_calls", "round_rules", "snapshots", "steps", "taps", "threads",
+        "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "fault_ends",
+        "fault_runs", "graph", "graph_rules", "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch",
+        "kernels_recurrent", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
+        "programs", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots", "steps", "taps",
+        "threads",
     )
 }  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
+    parser.addoption(
+        "--deferred", metavar="SEED", type=int,
+        help="the stand-in driver runs work when somebody waits for it, in an order that the seed (not 0) shuffles",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
+    if config.getoption("--deferred"):
+        os.environ["FAKE_CUDA_DEFERRED"] = str(config.getoption("--deferred"))  # programs that tests start see it, too
     if config.getoption("--gpu"):
         _keep_context()
         config.pluginmanager.register(gpu_results.GpuResults())
@@ -70,7 +78,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     twice = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
     if standin_module.SANITIZED:  # the tests of the library itself do there
         twice = False
-    if twice and not any(metafunc.definition.iter_markers("not_through_c")):
+    named = any(marker.args[0] == "cuda_kind" for marker in metafunc.definition.iter_markers("parametrize"))
+    if twice and not named and not any(metafunc.definition.iter_markers("not_through_c")):
         metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)
 
 
@@ -91,6 +100,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if not belongs(item)]
     items[:] = [item for item in items if belongs(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """count("fault points", n): how many of them the test has tried; their sum stands at the end of the run."""
+    return lambda what, n: record_property(f"count:{what}", n)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    counted: collections.Counter[str] = collections.Counter()
+    for report in terminalreporter.stats.get("passed", []):  # also those of other processes
+        for name, n in report.user_properties:
+            if name.startswith("count:") and report.when == "call":
+                counted[name.removeprefix("count:")] += n
+    for what, n in counted.items():
+        terminalreporter.write_line(f"{what} tried: {n}")
 
 
 def pytest_collection_finish() -> None:
