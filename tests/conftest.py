@@ -41,9 +41,13 @@ THROUGH_C = {
     )
 }  # fmt: skip
 
+# Files that run once more in deferred mode, where the whole run does not: what they are about is order.
+DEFERRED = {f"test_{name}" for name in ("late_reads", "pipeline", "threads")}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
+    parser.addoption("--seed", type=int, help="of deferred mode, for the files that also run in it; drawn if not given")
     parser.addoption(
         "--deferred", metavar="SEED", type=int,
         help="the stand-in driver runs work when somebody waits for it, in an order that the seed (not 0) shuffles",
@@ -55,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
+    if not hasattr(config, "workerinput") and not config.getoption("--seed"):  # processes of xdist get this one's
+        config.option.seed = 1 + secrets.randbits(31)
     if config.getoption("--deferred"):
         os.environ["FAKE_CUDA_DEFERRED"] = str(config.getoption("--deferred"))  # programs that tests start see it, too
     if config.getoption("--gpu"):
@@ -75,6 +81,10 @@ def _keep_context() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    elsewhere = standin_module.SANITIZED or any(metafunc.config.getoption(name) for name in ("--gpu", "--deferred"))
+    if metafunc.module.__name__ in DEFERRED and "make_dev" in metafunc.fixturenames and not elsewhere:
+        turns = [pytest.param(False, id=pytest.HIDDEN_PARAM), pytest.param(True, id="deferred")]
+        metafunc.parametrize("deferred", turns, indirect=True)
     twice = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
     if standin_module.SANITIZED:  # the tests of the library itself do there
         twice = False
@@ -89,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def belongs(item: pytest.Item) -> bool:
         params = getattr(getattr(item, "callspec", None), "params", {})
         on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in params.values())
-        if on_host and params.get("cuda_kind") == "c":
+        if on_host and (params.get("cuda_kind") == "c" or params.get("deferred")):
             return False
         if not gpu:
             return item.get_closest_marker("gpu") is None
@@ -116,6 +126,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 counted[name.removeprefix("count:")] += n
     for what, n in counted.items():
         terminalreporter.write_line(f"{what} tried: {n}")
+    config = terminalreporter.config
+    if not config.getoption("--gpu"):
+        whole = config.getoption("--deferred")
+        told = f"the whole run, --deferred {whole}" if whole else f"{len(DEFERRED)} files, --seed {config.option.seed}"
+        terminalreporter.write_line(f"deferred mode: {told}")
 
 
 def pytest_collection_finish() -> None:
@@ -184,10 +199,18 @@ def c_library_missing() -> str | None:
 
 
 @pytest.fixture
-def make_dev(request: pytest.FixtureRequest, cuda_kind: str) -> Iterator[MakeDev]:
+def deferred(request: pytest.FixtureRequest) -> bool:
+    """Whether the stand-in driver defers what the devices of make_dev do."""
+    return getattr(request, "param", False)
+
+
+@pytest.fixture
+def make_dev(request: pytest.FixtureRequest, cuda_kind: str, deferred: bool) -> Iterator[MakeDev]:
     """make_dev("host" | "cuda", ordinal=0, **options) -> a device; all are closed after the test."""
     if not request.config.getoption("--gpu") and standin_module.missing() is None:
-        request.getfixturevalue("standin")
+        control = request.getfixturevalue("standin")
+        if deferred:
+            control.defer(request.config.getoption("--seed"))
     made: list[Any] = []
 
     def make(kind: str, ordinal: int = 0, **options: Any) -> Any:

@@ -10,6 +10,7 @@
 struct moment {             // a place in a stream; never freed, like the objects that remember it
     struct stream *stream;
     bool passed;
+    struct moment *next;
 };
 
 struct item {               // a work item that waits
@@ -25,6 +26,7 @@ struct item {               // a work item that waits
 
 static struct stream **busy; // those with items
 static size_t n_busy, room_busy;
+static struct moment *moments;
 static uint64_t state;
 
 void queue_seed(uint64_t seed) { S.seed = state = seed; }
@@ -53,9 +55,15 @@ static struct item *push(struct stream *stream, const struct op *op) {
     return item;
 }
 
-struct moment *queue_moment(struct stream *stream) {
+static struct moment *new_moment(struct stream *stream) {
     struct moment *moment = calloc(1, sizeof *moment);
     moment->stream = stream;
+    moment->next = moments;
+    return moments = moment;
+}
+
+struct moment *queue_moment(struct stream *stream) {
+    struct moment *moment = new_moment(stream);
     push(stream, &(struct op){.kind = OP_RECORD})->moment = moment;
     return moment;
 }
@@ -90,8 +98,7 @@ CUresult queue_add(struct call *call, struct stream *stream, const struct op *op
     item->record.code = call->record.code = OK;
     switch (op->kind) {
     case OP_RECORD:
-        item->moment = op->event->latest = calloc(1, sizeof *item->moment);
-        item->moment->stream = stream;
+        item->moment = op->event->latest = new_moment(stream);
         break;
     case OP_WAIT:
         item->moment = op->event->latest;
