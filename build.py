@@ -33,6 +33,7 @@ OLDEST = (3, 11)
 RUN = ["cuda.bindings", "numpy", "rich", "typer"]
 NEEDS = {
     "run": RUN,
+    "bench": RUN,
     "test": [*RUN, "gguf", "hypothesis", "pytest", "xdist"],
     "kernels": ["cuda.bindings"],
     "native": [],
@@ -43,8 +44,9 @@ USAGE = """usage: python3 build.py COMMAND [ARGUMENT ...]
 
   run [ARGUMENT ...]                        memra-driver run: a speculative session, checked bit for bit
   test [PYTEST ARGUMENT ...]                the tests; with an NVIDIA GPU, those of the GPU as well
+  bench [ARGUMENT ...]                      memra-driver bench: every operation on a GPU, beside what its memory can do
   kernels [--arch sm_90 ...] [--out DIR]    compile the CUDA kernels ahead of time
-  native                                    build libmemra_driver.so, the C library; run and test do it first
+  native                                    build libmemra_driver.so, the C library; run, bench and test do it first
 
 Each sets up what it needs, in .venv beside this file, unless the Python that runs it has it all.
 `python3 build.py COMMAND --help` tells more.
@@ -63,6 +65,11 @@ on the GPU where there is one, else on the host. The arguments are those of `mem
 
 Runs the tests. Where the NVIDIA driver shows a device, a second process then runs those that need it (--gpu).
 The arguments go to pytest; `python3 build.py test -- --help` lists them.
+""",
+    "bench": """usage: python3 build.py bench [ARGUMENT ...]
+
+Measures every operation of the cache on the GPU, beside what its memory can do and against what is asked of it.
+The arguments are those of `memra-driver bench`; `python3 build.py bench -- --help` lists them.
 """,
     "native": """usage: python3 build.py native
 
@@ -310,6 +317,12 @@ def run(args: List[str]) -> int:
     return cli(["run", *args]) or 0
 
 
+def bench(args: List[str]) -> int:
+    from memra_driver.cli import main as cli
+
+    return cli(["bench", *args]) or 0
+
+
 def test(args: List[str]) -> int:
     if "--gpu" in args:
         return pytest(args)
@@ -365,7 +378,7 @@ def native(args: List[str]) -> int:
     return 0
 
 
-COMMANDS = {"run": run, "test": test, "kernels": kernels, "native": native}
+COMMANDS = {"run": run, "bench": bench, "test": test, "kernels": kernels, "native": native}
 
 
 def main(argv: List[str]) -> int:
@@ -396,7 +409,7 @@ def main(argv: List[str]) -> int:
     os.environ.pop(GUARD, None)
     sys.path.insert(0, ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    if command in ("run", "test"):
+    if command in ("run", "bench", "test"):
         from memra_driver.native import build_if_possible
 
         build_if_possible(say)

@@ -364,7 +364,9 @@ MEMRA_API int memra_settle(memra_cache *cache);  /* reads the counters back afte
 /* A round: one step of up to `width` rows, then one of the other three. */
 MEMRA_API int memra_round_begin(memra_cache *cache, int64_t width);
 MEMRA_API int memra_round_commit(memra_cache *cache, int64_t accept_len);
-MEMRA_API int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d);  /* one i32 */
+/* accept_d: one i32 on the device of the last layer, where logits live; the cache's other devices get a copy in the
+ * order of both streams. */
+MEMRA_API int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d);
 MEMRA_API int memra_round_reject(memra_cache *cache);
 
 /* ---- Recorded steps ---- */

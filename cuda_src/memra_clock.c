@@ -122,20 +122,20 @@ static int move_device(
 }
 
 int memra_move_counters(
-    memra_cache *cache, const uint8_t *in, uint64_t accept_d, int64_t accept, int64_t rows, bool *done) {
+    memra_cache *cache, const uint8_t *in, const uint64_t *counts, int64_t accept, int64_t rows, bool *done) {
     for (int32_t d = 0; d < cache->n_devices; d++)
-        MEMRA_TRY(move_device(cache, d, in, accept_d, accept, rows, done));
+        MEMRA_TRY(move_device(cache, d, in, counts ? counts[d] : 0, accept, rows, done));
     return MEMRA_OK;
 }
 
 int memra_commit_counters(
-    memra_cache *cache, const int64_t *lens, uint64_t accept_d, int64_t accept, int64_t rows, int64_t pos,
+    memra_cache *cache, const int64_t *lens, const uint64_t *counts, int64_t accept, int64_t rows, int64_t pos,
     bool *done) {
-    if (!accept_d && !memra_device_clock(cache)) return memra_stamp(cache, lens, pos, done);
+    if (!counts && !memra_device_clock(cache)) return memra_stamp(cache, lens, pos, done);
     uint8_t *in = calloc((size_t)cache->n_layer, 1);
     if (in == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
     for (int64_t il = 0; lens != NULL && il < cache->n_layer; il++) in[il] = lens[il] >= 0;
-    const int status = memra_move_counters(cache, in, accept_d, accept, rows, done);
+    const int status = memra_move_counters(cache, in, counts, accept, rows, done);
     free(in);
     return status;
 }
@@ -165,7 +165,7 @@ int memra_advance(memra_cache *cache, int64_t rows) {
     bool done = false;
     MEMRA_TRY(check_advance(cache, rows));
     if (rows == 0) return MEMRA_OK;
-    MEMRA_TRY(memra_end(cache, &done, memra_commit_counters(cache, NULL, 0, rows, rows, cache->pos + rows, &done)));
+    MEMRA_TRY(memra_end(cache, &done, memra_commit_counters(cache, NULL, NULL, rows, rows, cache->pos + rows, &done)));
     if (!cache->step_rows && cache->state == MEMRA_READY && memra_recording(cache) == NULL)
         memra_give_up(cache, cache->pos); /* the engine wrote rows of its own from here on */
     if (memra_recording(cache) != NULL) memra_graph_note(memra_recording(cache), cache, cache->pos + rows);

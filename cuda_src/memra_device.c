@@ -166,6 +166,7 @@ static int take_apart(memra_device *device, memra_failure *first, bool alive) {
         free(scratch);
     }
     if (device->table && alive) memra_keep(first, memra_device_free(device, device->table));
+    if (device->count && alive) memra_keep(first, memra_device_free(device, device->count));
     free(device->entries);
     for (int32_t i = 0; i < device->n_libraries; i++)
         keep(first, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));

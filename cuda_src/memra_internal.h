@@ -37,6 +37,7 @@ typedef int CUresult;
 typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
+typedef struct CUevent_st *CUevent;
 typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphExec_st *CUgraphExec;
 typedef struct CUlib_st *CUlibrary;
@@ -60,6 +61,10 @@ typedef struct CUkern_st *CUkernel;
     F(cuStreamSynchronize, 2000, (CUstream stream))                                                                  \
     F(cuStreamGetCtx, 9020, (CUstream stream, CUcontext * context))                                                  \
     F(cuStreamIsCapturing, 10000, (CUstream stream, int *status))                                                    \
+    F(cuStreamWaitEvent, 3020, (CUstream stream, CUevent event, unsigned flags))                                     \
+    F(cuEventCreate, 2000, (CUevent * event, unsigned flags))                                                        \
+    F(cuEventRecord, 2000, (CUevent event, CUstream stream))                                                         \
+    F(cuEventDestroy, 4000, (CUevent event))                                                                         \
     F(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                                      \
     F(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * graph))                                                 \
     F(cuGraphInstantiateWithFlags, 11040, (CUgraphExec * exec, CUgraph graph, unsigned long long flags))             \
@@ -74,6 +79,8 @@ typedef struct CUkern_st *CUkernel;
     F(cuMemFreeAsync, 11020, (uint64_t ptr, CUstream stream))                                                        \
     F(cuMemsetD8Async, 3020, (uint64_t dst, unsigned char value, size_t n_bytes, CUstream stream))                   \
     F(cuMemcpyDtoDAsync, 3020, (uint64_t dst, uint64_t src, size_t n_bytes, CUstream stream))                        \
+    F(cuMemcpyPeerAsync, 4000,                                                                                       \
+      (uint64_t dst, CUcontext dst_context, uint64_t src, CUcontext src_context, size_t n_bytes, CUstream stream))   \
     F(cuMemcpyHtoDAsync, 3020, (uint64_t dst, const void *src, size_t n_bytes, CUstream stream))                     \
     F(cuMemcpyDtoHAsync, 3020, (void *dst, uint64_t src, size_t n_bytes, CUstream stream))                           \
     F(cuDeviceGetDefaultMemPool, 11020, (void **pool, CUdevice device))                                              \
@@ -143,6 +150,7 @@ struct memra_device {
     uint64_t table_bytes;
     memra_copy *entries;
     int32_t n_entries;
+    uint64_t count;        /* one i32: a count that another device knows; 0: not asked for yet */
     struct memra_graph *recording;  /* the capture that is open */
     struct memra_graph *graphs;     /* all that were recorded on it and are not closed */
     struct memra_device *next;      /* in the registry of open devices */
@@ -163,6 +171,8 @@ void memra_device_give_back(memra_device *device, uint64_t ptr, memra_failure *f
 /* The three work on a device that was entered. */
 int memra_device_free(const memra_device *device, uint64_t ptr);  /* without memory pools: waits for nothing */
 int memra_device_table(memra_device *device, int32_t n);  /* room for a copy table of n entries */
+/* The i32 at `count` on device `from`, on device `to`, in the order of both streams; good until the next call. */
+int memra_count_beside(memra_device *from, uint64_t count, memra_device *to, uint64_t *found);
 /* Room for attention's partial sums; refused while a capture is open and a larger buffer would be needed. */
 int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr);
 
@@ -284,12 +294,14 @@ int memra_check_strict(const memra_health *health);
 int memra_end(memra_cache *cache, const bool *done, int status);
 /* len_d of the layers with lens[il] >= 0, and every pos_d (memra_clock.c). */
 int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos, bool *done);
-/* The layers with in[il] stand at pos_d + the accepted rows, and pos_d moves by as many. */
+/* The layers with in[il] stand at pos_d + the accepted rows, and pos_d moves by as many. counts: where each device has
+ * the number of these; NULL: it is `accept`. */
 int memra_move_counters(
-    memra_cache *cache, const uint8_t *in, uint64_t accept_d, int64_t accept, int64_t rows, bool *done);
+    memra_cache *cache, const uint8_t *in, const uint64_t *counts, int64_t accept, int64_t rows, bool *done);
 /* Either of the two, as the clock demands: lens[il] >= 0 where a layer takes part. */
 int memra_commit_counters(
-    memra_cache *cache, const int64_t *lens, uint64_t accept_d, int64_t accept, int64_t rows, int64_t pos, bool *done);
+    memra_cache *cache, const int64_t *lens, const uint64_t *counts, int64_t accept, int64_t rows, int64_t pos,
+    bool *done);
 /* Whole planes: neighbours in an arena become one range, and more than two ranges one launch (memra_copies.c). */
 int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
 int memra_clear_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);

@@ -7,7 +7,10 @@
 
 #include <stdio.h>
 
-enum { RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7 }; /* CUmemPool_attribute */
+enum {
+    RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7, /* CUmemPool_attribute */
+    DISABLE_TIMING = 2 /* CU_EVENT_DISABLE_TIMING */
+};
 
 /* The status of a call whose one argument that matters is a size or an address. */
 static int status_of(const char *call, const char *format, uint64_t shown, CUresult code) {
@@ -173,6 +176,35 @@ int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n)
     MEMRA_TRY(memra_kernel_loaded(device, MEMRA_K_COPY_MANY));
     MEMRA_TRY(upload_table(device, entries, n));
     return memra_launch_copy_many(device, device->table, n, 0, 0);
+}
+
+/* ---- A count that another device knows ---- */
+
+/* What `then` is given from now on waits for what `first` has been given so far. */
+static int order(memra_device *first, memra_device *then) {
+    CUevent event = NULL;
+    MEMRA_TRY(memra_device_enter(first));
+    MEMRA_TRY(MEMRA_CU(cuEventCreate, (&event, DISABLE_TIMING)));
+    int status = MEMRA_CU(cuEventRecord, (event, first->stream));
+    if (status == MEMRA_OK) status = memra_device_enter(then);
+    if (status == MEMRA_OK) status = MEMRA_CU(cuStreamWaitEvent, (then->stream, event, 0));
+    const CUresult destroyed = memra_cu.cuEventDestroy(event);
+    return status == MEMRA_OK ? memra_cuda_status("cuEventDestroy()", destroyed) : status;
+}
+
+int memra_count_beside(memra_device *from, uint64_t count, memra_device *to, uint64_t *found) {
+    *found = count;
+    if (from == to) return MEMRA_OK;
+    MEMRA_TRY(memra_device_enter(to));
+    if (!to->count) MEMRA_TRY(allocate(to, sizeof(int32_t), &to->count));
+    *found = to->count;
+    const bool in_order = from->context == to->context && from->stream == to->stream;
+    if (!in_order) MEMRA_TRY(order(from, to));
+    MEMRA_TRY(from->context == to->context
+                  ? MEMRA_CU(cuMemcpyDtoDAsync, (to->count, count, sizeof(int32_t), to->stream))
+                  : MEMRA_CU(cuMemcpyPeerAsync, (to->count, to->context, count, from->context, sizeof(int32_t),
+                                                 to->stream)));
+    return in_order ? MEMRA_OK : order(to, from);
 }
 
 /* ---- Scratch of attention ---- */

@@ -66,12 +66,13 @@ static void finish(memra_cache *cache, int64_t end) {
 }
 
 /* The counters of the layers that took part stand at `end`. */
-static int move_counters(memra_cache *cache, uint64_t accept_d, int64_t accept, int64_t rows, int64_t end, bool *done) {
+static int move_counters(
+    memra_cache *cache, const uint64_t *counts, int64_t accept, int64_t rows, int64_t end, bool *done) {
     int64_t *lens = malloc((size_t)cache->n_layer * sizeof *lens);
     if (lens == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
     for (int64_t il = 0; il < cache->n_layer; il++)
         lens[il] = cache->kv[il].present && cache->kv[il].step_ops & MEMRA_OP_APPEND ? end : -1;
-    const int status = memra_commit_counters(cache, lens, accept_d, accept, rows, end, done);
+    const int status = memra_commit_counters(cache, lens, counts, accept, rows, end, done);
     free(lens);
     return status;
 }
@@ -82,15 +83,17 @@ static int end_round(memra_cache *cache, const bool *done, int status) {
     return status;
 }
 
-static int commit(memra_cache *cache, uint64_t accept_d, int64_t accept) {
-    const int64_t rows = cache->step_rows, end = cache->pos + (accept_d ? rows : accept);
-    const bool swap = !accept_d && !memra_device_clock(cache);
+/* counts: where each device has the number of rows that stand; NULL: it is `accept`. */
+static int commit(memra_cache *cache, const uint64_t *counts, int64_t accept) {
+    const int64_t rows = cache->step_rows, end = cache->pos + (counts ? rows : accept);
+    const bool swap = !counts && !memra_device_clock(cache);
     bool done = false;
     int status = MEMRA_OK;
     for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
         if (cache->recur[il].present && cache->recur[il].step_ops)
-            status = commit_layer(cache, (int32_t)il, accept_d, accept, rows, swap, &done);
-    if (status == MEMRA_OK) status = move_counters(cache, accept_d, accept, rows, end, &done);
+            status = commit_layer(
+                cache, (int32_t)il, counts ? counts[cache->recur[il].device_index] : 0, accept, rows, swap, &done);
+    if (status == MEMRA_OK) status = move_counters(cache, counts, accept, rows, end, &done);
     MEMRA_TRY(end_round(cache, &done, status));
     for (int64_t il = 0; il < cache->n_layer; il++)
         if (swap && accept == rows && cache->recur[il].present && cache->recur[il].step_ops & MEMRA_OP_SCAN)
@@ -107,19 +110,24 @@ int memra_round_commit(memra_cache *cache, int64_t accept_len) {
         return memra_fail(
             MEMRA_ERR_CAPACITY, "accept_len is %" PRId64 "; the round ran %" PRId64 " rows", accept_len,
             cache->step_rows);
-    return accept_len ? commit(cache, 0, accept_len) : memra_round_reject(cache);
+    return accept_len ? commit(cache, NULL, accept_len) : memra_round_reject(cache);
 }
 
 int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d) {
     memra_range range;
     MEMRA_TRY(check_open(cache));
     MEMRA_TRY(check_rows(cache));
-    if (cache->n_devices > 1)
-        return memra_fail(
-            MEMRA_ERR_DEVICE, "commit_from_device serves caches on one device; this one spans several");
     MEMRA_TRY(memra_range_of("accept_d", accept_d, 1, 1, 4, &range));
+    uint64_t *counts = calloc((size_t)cache->n_devices, sizeof *counts);
+    if (counts == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counts");
+    memra_device *last = memra_device_at(cache, memra_last_device(cache));
     const int64_t begin = cache->pos;
-    MEMRA_TRY(commit(cache, accept_d, 0));
+    int status = MEMRA_OK;
+    for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++)
+        status = memra_count_beside(last, accept_d, memra_device_at(cache, d), &counts[d]);
+    if (status == MEMRA_OK) status = commit(cache, counts, 0);
+    free(counts);
+    MEMRA_TRY(status);
     memra_unsettle(cache, begin);
     return MEMRA_OK;
 }
@@ -128,7 +136,7 @@ int memra_round_reject(memra_cache *cache) {
     bool done = false;
     MEMRA_TRY(check_open(cache));
     if (cache->step_rows)
-        MEMRA_TRY(end_round(cache, &done, move_counters(cache, 0, 0, cache->step_rows, cache->pos, &done)));
+        MEMRA_TRY(end_round(cache, &done, move_counters(cache, NULL, 0, cache->step_rows, cache->pos, &done)));
     finish(cache, cache->pos);
     return MEMRA_OK;
 }

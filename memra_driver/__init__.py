@@ -33,6 +33,7 @@ from .errors import (
 if TYPE_CHECKING:
     from . import ops
     from .batch import CacheBatch
+    from .boundary import Boundary
     from .cache import Cache
     from .config import Gemma4Config, LayerKind, ModelConfig, SsmConfig, Step35Config
     from .device import CudaContext, CudaEvent, CudaSlice, CudaStream, CudaView
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from .kvdev import CudaDev, HostDev, KvDev
     from .layers import DflashTapSink, KvLayer, RecurLayer
     from .plan import CacheOptions, CachePlan
-    from .pp import pp_cuts, stage_of
+    from .pp import balance, pp_cuts, stage_of
     from .round import Round
     from .snapshot import CacheSnapshot
 
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbiError",
     "ArrayError",
+    "Boundary",
     "Cache",
     "CacheBatch",
     "CacheOptions",
@@ -91,6 +93,7 @@ __all__ = [
     "UnsupportedDriver",
     "UnsupportedError",
     "__version__",
+    "balance",
     "errors",
     "get_cubins",
     "get_include",
@@ -102,6 +105,7 @@ __all__ = [
 
 _HOME = {
     "batch": ("CacheBatch",),
+    "boundary": ("Boundary",),
     "cache": ("Cache",),
     "config": ("Gemma4Config", "LayerKind", "ModelConfig", "SsmConfig", "Step35Config"),
     "device": ("CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView"),
@@ -111,7 +115,7 @@ _HOME = {
     "layers": ("DflashTapSink", "KvLayer", "RecurLayer"),
     "ops": ("ops",),
     "plan": ("CacheOptions", "CachePlan"),
-    "pp": ("pp_cuts", "stage_of"),
+    "pp": ("balance", "pp_cuts", "stage_of"),
     "round": ("Round",),
     "snapshot": ("CacheSnapshot",),
 }

@@ -52,6 +52,7 @@ from memra_driver.place import (
     ordinal,
     place,
     run_actions,
+    united,
     zero_actions,
 )
 from memra_driver.plan import CacheOptions, CachePlan
@@ -155,13 +156,7 @@ class Cache(CacheClock):
         """Layers fence[s] .. fence[s+1]-1 on devs[s]; trailing MTP layers on the last. Stages may share a device."""
         if len(devs) + 1 != len(fence):
             raise ConfigError(f"ppn cache: devs vs fence mismatch: {len(devs)} devices, {len(fence)} fence posts")
-        unique: list[Any] = []
-        placement = []
-        for e in devs:
-            index = next((i for i, each in enumerate(unique) if each is e), len(unique))
-            if index == len(unique):
-                unique.append(e)
-            placement.append(index)
+        unique, placement = united(devs)
         return cls(CachePlan(cfg, max_ctx, policy, options, fence, placement=placement), unique)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""The `memra-driver` command: info, plan, run, check."""
+"""The `memra-driver` command: info, plan, run, check, bench."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memra_driver.config import ModelConfig
-    from memra_driver.plan import CachePlan
+    from memra_driver.plan import CacheOptions, CachePlan
     from memra_driver.session import Outcome, Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -43,6 +43,7 @@ class Method(StrEnum):
 
 
 Device = Annotated[str, typer.Option(help="auto, cuda:N or host.")]
+Fence = Annotated[str, typer.Option(help="auto, or the first layer of each stage but the first: c1,c2,..")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -77,13 +78,16 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Also draw what fills the memory as the context grows.")] = None,
     skip_mtp_state: Annotated[bool, typer.Option(help="Plan no state for trailing MTP layers.")] = False,
     round_width: Annotated[int, typer.Option(help="Widest round to plan a tape for.")] = 0,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages, each on a device of its own.")] = 1,
+    fence: Fence = "auto",
 ) -> None:
     """Every byte of a cache before it exists, per plane and device. Formats follow MEMRA_KV_K and its kin."""
     from memra_driver.chart import plan_png
     from memra_driver.plan import CacheOptions, CachePlan
 
     cfg = _model(model)
-    priced = CachePlan(cfg, ctx, options=CacheOptions(skip_mtp_state=skip_mtp_state, round_width=round_width))
+    options = CacheOptions(skip_mtp_state=skip_mtp_state, round_width=round_width)
+    priced = CachePlan(cfg, ctx, options=options, fence=_fence(fence, cfg, ctx, stages, options))
     if png is not None:
         plan_png(png, model, cfg, ctx, priced.policy, priced.options)
     if as_json:
@@ -105,6 +109,8 @@ def run(
     batch: Annotated[int, typer.Option(min=1, help="Sequences that step together; each prompt is a token longer.")] = 1,
     graph: Annotated[bool, typer.Option("--graph", help="Record the step or round once, then launch it.")] = False,
     device: Device = "auto",
+    stages: Annotated[str, typer.Option(help="Pipeline stages instead of a device: cuda:0,cuda:1,..")] = "",
+    fence: Fence = "auto",
     as_json: Json = False,
 ) -> None:
     """A speculative session over the cache of MODEL, each round checked bit for bit against plain decoding."""
@@ -116,21 +122,23 @@ def run(
         "prompt": prompt, "rounds": rounds, "draft": draft, "seed": seed, "attend": attend, "method": method.value,
         "batch": batch, "graph": graph,
     }  # fmt: skip
-    with _device(device) as e:
-        session = Session(e, cfg, ctx, **options)
+    with _stages(stages or device) as devices:
+        session = Session(devices, cfg, ctx, fence=_fence(fence, cfg, ctx, len(devices)), **options)
         try:
-            done = _watch(session, f"{model} on {e!r}", quiet=as_json)
-            bandwidth = copy_bandwidth(e)
+            done = _watch(session, f"{model} on {', '.join(map(repr, session.devices))}", quiet=as_json)
+            bandwidth = copy_bandwidth(devices[0])
             operations = session.times.table(bandwidth)
             cache_bytes = session.caches[0].report()["cache_bytes"]
+            cuts = session.caches[0].plan.fence
         finally:
             session.close()
-        where = _device_name(e)
+        where = ", ".join(map(_device_name, devices))
     identical = sum(1 for each in done if each.number and not each.fault)
     fault = next((each for each in done if each.fault), None)
     if as_json:
         summary = {
-            "model": model, "device": where, "max_ctx": ctx, "options": options, "cache_bytes": cache_bytes,
+            "model": model, "device": where, "fence": cuts, "max_ctx": ctx, "options": options,
+            "cache_bytes": cache_bytes,
             "rounds": rounds, "identical": identical,
             "fault": f"round {fault.number}: {fault.fault}" if fault else None,
             "copy_bytes_per_second": bandwidth, "operations": operations,
@@ -199,6 +207,52 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    what: Annotated[
+        list[str] | None,
+        typer.Option(help="snapshot, append, attend, scan, recur, step, host, load; repeat, or commas. Default: all."),
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the results to a file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the share of the ceiling over the size.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Also torch, flash-linear-attention and CuPy.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and launches.")] = False,
+    read: Annotated[Path | None, typer.Option(help="Show this file of results instead of measuring.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Say what moved by more than 10 % between two files of results.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda:N.")] = "cuda:0",
+) -> None:
+    """Every operation of the cache on a GPU, beside what its memory can do, against what is asked of it."""
+    from memra_driver import bench as benches
+    from memra_driver import bench_report as report
+    from memra_driver.bench_rows import FULL, QUICK
+
+    if compare is not None:
+        print("\n".join(report.compared(*map(report.read, compare))))
+        return
+    groups = benches.chosen(what or [])
+    if read is not None:
+        result = report.read(read)
+    else:
+        if not device.startswith("cuda"):
+            raise ConfigError(f"--device {device}: the bench measures a GPU, cuda:N")
+        tell = lambda group: print(f"memra-driver: {group}", file=sys.stderr, flush=True)  # noqa: E731
+        with _device(device) as e:
+            result = benches.run(e, groups=groups, sizes=QUICK if quick else FULL, peers=peers, tell=tell)
+    if as_json is not None:
+        report.write(as_json, result)
+    for group in groups:
+        rows = [row for row in report.rows_of(result) if row.group == group]
+        if rows:
+            _print_table(group, report.measured(rows))
+    _print_table("targets", report.verdicts([each for each in result["targets"] if each["group"] in groups]))
+    for line in (*report.heading(result), report.summary(result["targets"])):
+        out.print(line, highlight=False, markup=False)
+    if png is not None:
+        report.picture(png, result)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0; 1 a round or check differed; 2 it could not be done."""
     try:
@@ -246,6 +300,36 @@ def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
         e.close()
 
 
+@contextmanager
+def _stages(names: str) -> Iterator[list[Any]]:
+    """The device of each stage. A GPU is one device however often it is named; each host is one of its own."""
+    with ExitStack() as opened:
+        devices: list[Any] = []
+        found: dict[str, Any] = {}
+        for name in names.split(","):
+            name = name.strip()
+            name = "cuda:0" if name == "cuda" else name
+            if name not in found or name == "host":
+                found[name] = opened.enter_context(_device(name))
+            devices.append(found[name])
+        yield devices
+
+
+def _fence(
+    cuts: str, cfg: ModelConfig, ctx: int, stages: int, options: CacheOptions | None = None
+) -> tuple[int, ...]:
+    """What --fence says: auto is MEMRA_PP_STAGES and its kin where they ask for as many stages, else pp.balance."""
+    from memra_driver.pp import balance, pp_cuts
+
+    if cuts == "auto":
+        asked = pp_cuts(cfg.n_trunk) if stages > 1 else None
+        return asked if asked is not None and len(asked) == stages + 1 else balance(cfg, ctx, stages, options=options)
+    numbers = [part.strip() for part in cuts.split(",")]
+    if len(numbers) != stages - 1 or not all(number.isdecimal() for number in numbers):
+        raise ConfigError(f"--fence {cuts}: {stages} stages take auto or {stages - 1} layer numbers")
+    return (0, *map(int, numbers), cfg.n_layer)
+
+
 def _device_name(e: Any) -> str:
     from memra_driver.kvdev import CudaDev
 
@@ -283,6 +367,17 @@ def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> Non
     out.print(table)
 
 
+def _print_table(title: str, table: tuple[list[str], list[list[str]]]) -> None:
+    head, rows = table
+    shown = Table(title=title, title_justify="left")
+    colours = {"miss": "red", "pass": "green", "aim": "bold green"}
+    for i, name in enumerate(head):
+        shown.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*map(escape, row), style=colours.get(row[-1]))
+    out.print(shown)
+
+
 def _print_plan(model: str, priced: CachePlan) -> None:
     table = Table(title=f"{escape(model)} at {priced.max_ctx:,} tokens", title_justify="left")
     for name in ("device", "plane"):
@@ -297,6 +392,8 @@ def _print_plan(model: str, priced: CachePlan) -> None:
         share = sum(sizes) / priced.arena_bytes
         table.add_row(str(device), plane, str(len(sizes)), each, f"{sum(sizes):,}", f"{share:.2%}")
     out.print(table)
+    if len(priced.fence) > 2:
+        _print_stages(priced)
     sums = Table(show_header=False, box=None, pad_edge=False)
     sums.add_column()
     sums.add_column(justify="right", overflow="fold")
@@ -311,3 +408,24 @@ def _print_plan(model: str, priced: CachePlan) -> None:
     out.print(sums)
     for problem in priced.check_ops():
         out.print(f"[yellow]{problem}[/]", highlight=False)
+
+
+def _print_stages(priced: CachePlan) -> None:
+    """What each device of a pipeline holds."""
+    table = Table(caption="snapshot, scratch: allocated when first used", caption_justify="left")
+    table.add_column("stage")
+    for name in ("layers", "attention", "recurrent", "cache bytes", "share", "snapshot", "scratch"):
+        table.add_column(name, justify="right", overflow="fold")
+    for device in priced.per_device:
+        mine = [il for il in range(priced.cfg.n_layer) if priced.device_of(il) == device.device]
+        table.add_row(
+            str(device.device),
+            f"{mine[0]} .. {mine[-1]}",
+            str(sum(map(priced.has_kv, mine))),
+            str(sum(map(priced.has_state, mine))),
+            f"{device.arena_bytes:,}",
+            f"{device.arena_bytes / priced.arena_bytes:.2%}",
+            f"{device.snapshot_bytes:,}",
+            f"{priced.attend_scratch_bytes(device.device):,}",
+        )
+    out.print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from memra_driver.beside import CacheBeside
@@ -170,14 +171,16 @@ class CacheClock(CacheBeside):
             if snap.pos > stands and snap.invalid == Invalid.VALID:
                 snap.invalid, snap.given_up = Invalid.GIVEN_UP, stands
 
-    def commit_actions(self, count: Any, accept: int, rows: int, lens: dict[int, int], pos: int) -> list[Action]:
+    def commit_actions(
+        self, counts: Sequence[Any] | None, accept: int, rows: int, lens: dict[int, int], pos: int
+    ) -> list[Action]:
         """Ends a step on the devices: len_d of the layers of `lens`, and pos_d.
 
-        With a device-side count, or where kernels take the position from the device, they move by the accepted rows;
-        else they are stamped with `lens` and `pos`.
+        With a device-side count, one for each device, or where kernels take the position from the device, they move by
+        the accepted rows; else they are stamped with `lens` and `pos`.
         """
         actions: list[Action] = []
-        moved = count is not None or self.device_clock
+        moved = counts is not None or self.device_clock
         for d, e in enumerate(self.devices):
             if not moved:
                 actions += self._counter_actions(d, lens, pos)
@@ -187,6 +190,7 @@ class CacheClock(CacheBeside):
             chosen = [i for i, il in enumerate(layers) if il in lens]
             pos_d, health = self._planes["pos_d", None, d], self._planes["health", None, d]
             packed = self._planes.get(("counters", None, d))
+            count = None if counts is None else counts[d]
             actions += commit_counter_actions(e, counters, packed, chosen, pos_d, count, accept, rows, health)
         return actions
 

@@ -197,11 +197,19 @@ class CudaContext(Closing):
         )
 
     def enable_peer(self, other: CudaContext) -> bool:
-        """Lets this device read and write the other's memory directly; False where the two cannot."""
+        """Lets this device read and write the other's memory directly; False where the two cannot.
+
+        Memory of pools is not part of it: their owner grants that by itself.
+        """
         self.bind()
         if not driver.device_can_access_peer(self._device, other._device):
             return False
-        driver.ctx_enable_peer_access(other.handle)
+        try:
+            driver.ctx_enable_peer_access(other.handle)
+        except DriverError as error:
+            if error.code not in (driver.PEER_ACCESS_UNSUPPORTED, driver.TOO_MANY_PEERS):
+                raise
+            return False
         return True
 
 

@@ -7,6 +7,7 @@ No objects, no policy, no state: streams, events, contexts and pointers are ints
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NoReturn
 
 from .errors import DriverError, DriverOutOfMemory, IllegalAddress, NoDriver, UnsupportedDriver
@@ -15,7 +16,9 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 DEINITIALIZED = 4
 STUB_LIBRARY = 34
+PEER_ACCESS_UNSUPPORTED = 217
 PEER_ACCESS_ALREADY_ENABLED = 704
+TOO_MANY_PEERS = 711
 NOT_READY = 600
 INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
@@ -29,6 +32,8 @@ STICKY = frozenset({700, 710, 714, 715, 716, 717, 718, 719})
 NOT_FROM_THE_DRIVER = -1  # `code` of an error that is not a CUresult: a missing library or entry point
 
 STREAM_NON_BLOCKING = 1
+HOST_ALLOC_PORTABLE = 1
+EVENT_EXTERNAL = 1  # in a capture: a node that records or waits for an event of outside it
 EVENT_DISABLE_TIMING = 2
 NEED_BINDINGS = "pip install 'cuda-python>=13,<14' (or '>=12.9.6,<13' for a driver older than 580)"
 
@@ -42,6 +47,7 @@ class _Unloaded:
 
 _cu: Any = _Unloaded()
 _native: Any = None  # handle object -> int
+_pointer_get_attribute: Any = None  # as the driver has it
 
 
 def _load() -> Any:
@@ -234,6 +240,15 @@ def mem_free(ptr: int) -> None:
     _call("cuMemFree", ptr, shown=f"0x{ptr:x}")
 
 
+def mem_host_alloc(nbytes: int) -> int:
+    """Page-locked host memory, for copies of every context."""
+    return int(_call("cuMemHostAlloc", nbytes, HOST_ALLOC_PORTABLE, shown=nbytes))
+
+
+def mem_free_host(address: int) -> None:
+    _call("cuMemFreeHost", address, shown=f"0x{address:x}")
+
+
 def mem_get_info() -> tuple[int, int]:
     """(free, total) bytes of the current context's device."""
     _, free, total = _outputs("cuMemGetInfo", (), "")
@@ -251,9 +266,25 @@ def mem_pool_get_attribute(name: str, pool: int) -> int:
 
 
 def pointer_get_attribute(name: str, ptr: int) -> int:
-    """`name` is what follows CU_POINTER_ATTRIBUTE_, as in "DEVICE_ORDINAL" or "MEMORY_TYPE"."""
+    """`name` is what follows CU_POINTER_ATTRIBUTE_ of a 32-bit number, as in "DEVICE_ORDINAL" or "MEMORY_TYPE".
+
+    Not through the bindings' own function: many versions of it have ordinal 0 for memory of any device.
+    """
+    global _pointer_get_attribute
     attribute = getattr(_cu.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-    return int(_call("cuPointerGetAttribute", attribute, ptr, shown=f"{name}, 0x{ptr:x}"))
+    if _pointer_get_attribute is None:
+        _, address, _ = _outputs("cuGetProcAddress", (b"cuPointerGetAttribute", 4000, 0), "cuPointerGetAttribute")
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        _pointer_get_attribute = kind(int(address))
+    value = ctypes.c_int32()
+    status = _pointer_get_attribute(ctypes.byref(value), int(attribute), ptr)
+    if status:
+        call = f"cuPointerGetAttribute({name}, 0x{ptr:x})"
+        try:
+            raise _failure(call, _cu.CUresult(status))
+        except ValueError as error:
+            _reraise(call, error)
+    return value.value
 
 
 def memcpy_dtod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
@@ -304,8 +335,13 @@ def stream_query(stream: int) -> bool:
     return not _outputs("cuStreamQuery", (stream,), "", accepted=NOT_READY)[0]
 
 
-def stream_wait_event(stream: int, event: int) -> None:
-    _call("cuStreamWaitEvent", stream, event, 0)
+def stream_wait_event(stream: int, event: int, flags: int = 0) -> None:
+    try:
+        status = _cu.cuStreamWaitEvent(stream, event, flags)[0]
+    except (RuntimeError, ValueError) as error:
+        _reraise("cuStreamWaitEvent()", error)
+    if status:
+        raise _failure("cuStreamWaitEvent()", status)
 
 
 def stream_get_ctx(stream: int) -> int:
@@ -316,8 +352,16 @@ def event_create(timing: bool) -> int:
     return int(_native(_call("cuEventCreate", 0 if timing else EVENT_DISABLE_TIMING)))
 
 
-def event_record(event: int, stream: int) -> None:
-    _call("cuEventRecord", event, stream)
+def event_record(event: int, stream: int, flags: int = 0) -> None:
+    if flags:
+        _call("cuEventRecordWithFlags", event, stream, flags)
+        return
+    try:
+        status = _cu.cuEventRecord(event, stream)[0]
+    except (RuntimeError, ValueError) as error:
+        _reraise("cuEventRecord()", error)
+    if status:
+        raise _failure("cuEventRecord()", status)
 
 
 def event_query(event: int) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,35 @@ def inventory() -> dict[str, Any]:
         "library": _library(missing),
         "gpu_results": _evidence(),
     }
-    for module, purpose in (("gguf", "GGUF files"), ("matplotlib", "plan --png")):
+    for module, purpose in (("gguf", "GGUF files"), ("matplotlib", "plan --png and bench --png")):
         if importlib.util.find_spec(module) is None:
             missing.append(f"{module}, for {purpose}: pip install {module}")
     found["missing"] = missing
     return found
+
+
+def machine() -> dict[str, Any]:
+    """What a result of record is headed by: GPU 0, driver, NVRTC, and which sources it speaks of."""
+    driver.init()
+    return {
+        "device": driver.device_get_name(driver.device_get(0)),
+        "driver": driver.version_text(driver.driver_get_version()),
+        "nvrtc": ".".join(map(str, nvrtc.version())),
+        "commit": _commit(),
+        "kernel_sources": nvrtc.sources_hash(),
+    }
+
+
+def _commit() -> str | None:
+    """MEMRA_COMMIT, else what git says; None outside a checkout."""
+    if os.environ.get("MEMRA_COMMIT"):
+        return os.environ["MEMRA_COMMIT"]
+    try:
+        asked = ["git", "rev-parse", "HEAD"]
+        run = subprocess.run(asked, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
+    except OSError:
+        return None
+    return run.stdout.strip() or None
 
 
 def usable_gpu() -> str:

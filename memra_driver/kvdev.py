@@ -6,6 +6,7 @@
     alloc_arena(n)     n zeroed bytes as one slice with `plane(offset, len, dtype)`
     copy_bytes, copy_many, clear_bytes    by address, in stream order
     launch(name, ...)  the kernel table
+    count_from(e, ptr) an i32 that another device knows, here
     mem_info()         (available, total) bytes
     ordinal            CUDA ordinal, -1 for host memory
 """
@@ -25,8 +26,9 @@ from memra_driver.context import in_a_fork
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
+from memra_driver.interop import same_stream
 from memra_driver.kernels import KERNELS, KernelSet
-from memra_driver.memory import run_all
+from memra_driver.memory import Borrowed, run_all
 
 S = TypeVar("S")
 
@@ -76,6 +78,7 @@ class _SliceDev:
     arena: bool
     recording: Graph | None = None  # the capture that is open
     _scratch: list[CudaSlice]
+    _count: CudaSlice | None = None
 
     def zeros(self, n: int) -> CudaSlice:
         return self._cleared(n, np.float32)
@@ -123,6 +126,13 @@ class _SliceDev:
                 )
             self._scratch.append(self.uninit(n_bytes // 4))
         return self._scratch[-1]
+
+    def count_from(self, e: Any, count: int) -> CudaSlice:
+        """The i32 at `count` on device e, here, in the order of both streams; good until the next call."""
+        if self._count is None:
+            self._count = self._made(1, np.int32)
+        self.copy_into(self._count, 0, Borrowed(e.memory, count, 1, np.int32), 1)
+        return self._count
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         raise NotImplementedError
@@ -250,7 +260,7 @@ class CudaDev(_SliceDev):
         """
         if self.stream.is_closed or in_a_fork():
             return
-        mine = [*self._attached, *self._scratch, *filter(None, [self._table]), self.kernels]
+        mine = [*self._attached, *self._scratch, *filter(None, [self._table, self._count]), self.kernels]
         mine += [self.stream] if self._owns_stream else []
         mine += [self.context] if self._owns_context else []
         run_all([self._finish, *(each.close for each in mine)])
@@ -269,14 +279,22 @@ class CudaDev(_SliceDev):
         source = src.memory
         if not isinstance(source, CudaStream):
             raise DeviceMismatch(f"copy_into cuda:{self.ordinal} from host memory; use copy_from")
-        if source.device == self.ordinal:
+        here = source.device == self.ordinal
+        if here and (source.is_closed or same_stream(source.handle, self.stream.handle)):
             self.copy_bytes(to, src.ptr, n_bytes)
             return
-        with CudaEvent(source.context) as done:  # the other device's work on src comes first
-            source.record(done)
-            self.stream.wait(done)
+        self.stream.refuse_in_capture("a copy from another stream")
+        with CudaEvent(source.context) as written, CudaEvent(self.context) as read:
+            source.record(written)  # the other stream's work on src comes first
+            self.stream.wait(written)
+            if here:
+                self.copy_bytes(to, src.ptr, n_bytes)
+            else:
+                there, mine = source.context.handle, self.context.handle
+                driver.memcpy_peer_async(to, mine, src.ptr, there, n_bytes, self.stream.handle)
+            self.stream.record(read)  # and what it does to src later comes behind
+            source.wait(read)
         self.context.bind()
-        driver.memcpy_peer_async(to, self.context.handle, src.ptr, source.context.handle, n_bytes, self.stream.handle)
 
 
 class HostDev(_SliceDev):

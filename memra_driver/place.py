@@ -37,6 +37,18 @@ def ordinal(e: Any) -> int:
     return int(getattr(e, "ordinal", -1))
 
 
+def united(stages: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """The devices of some stages, each once, and the index of each stage's: one object is one device."""
+    devices: list[Any] = []
+    placement = []
+    for e in stages:
+        index = next((i for i, each in enumerate(devices) if each is e), len(devices))
+        if index == len(devices):
+            devices.append(e)
+        placement.append(index)
+    return devices, placement
+
+
 def close_slices(slices: Iterable[Any]) -> None:
     """Frees what can be freed, as run_all; slices of a device without close() go with their last reference."""
     run_all(getattr(each, "close", lambda: None) for each in slices)
@@ -153,8 +165,6 @@ def commit_counter_actions(
     health: Any,
 ) -> list[Action]:  # fmt: skip
     """counters[i] = pos + accepted rows for each chosen i, then pos moves by as many: all read on the device."""
-    if not has_kernels(e):
-        raise UnsupportedError(f"{e!r} has the seven operations only; a count cannot stay on it")
     launches: list[tuple[Any, int]] = []  # where the mask begins, and the mask
     if packed is None:
         launches = [(counters[i], 1) for i in chosen]

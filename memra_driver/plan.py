@@ -337,7 +337,8 @@ class CachePlan:
             sizes = list(SCAN_STATE_SIZES)
             problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
         for il in range(cfg.n_layer):
-            if self.kv_source(il) is None:
+            source = self.kv_source(il)
+            if source is None:
                 continue
             for name, dim in zip(("head_dim_k", "head_dim_v"), cfg.head_dims(il), strict=True):
                 if dim not in ATTEND_HEAD_DIMS:
@@ -348,6 +349,8 @@ class CachePlan:
             if rest or not 1 <= gqa <= MAX_GQA:
                 heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(il)} K/V heads"
                 problems.append(f"attend, layer {il}: {heads}; 1 to {MAX_GQA} query heads each")
+            if self.device_of(il) != self.device_of(source):
+                problems.append(f"attend, layer {il}: it reads the K/V of layer {source}, which is on another device")
         return problems
 
     def to_json(self) -> str:
@@ -365,7 +368,12 @@ class CachePlan:
                 "totals": self.totals,
                 "first_use": self.first_use,
                 "per_device": [
-                    asdict(device) | {"snapshot_bytes": device.snapshot_bytes} for device in self.per_device
+                    asdict(device)
+                    | {
+                        "snapshot_bytes": device.snapshot_bytes,
+                        "attend_scratch_bytes": self.attend_scratch_bytes(device.device),
+                    }
+                    for device in self.per_device
                 ],
                 "rows": [asdict(row) for row in self.rows],
             }

@@ -1,8 +1,8 @@
-"""Pipeline stages: where the fence between devices stands, by MEMRA_PP_STAGES, _SPLITS and _SPLIT.
+"""Pipeline stages: where the fence between devices stands.
 
-A fence is (0, c1, .., n_layers): stage s owns the layers fence[s] .. fence[s + 1] - 1. The
-environment is read at every call. Settings that make no sense are never an error: a warning, once
-each, and one stage.
+A fence is (0, c1, .., n_layers): stage s owns the layers fence[s] .. fence[s + 1] - 1. `pp_cuts` reads it from the
+environment, MEMRA_PP_STAGES, _SPLITS and _SPLIT, at every call; settings that make no sense are never an error: a
+warning, once each, and one stage. `balance` proposes one by what the caches of the layers take.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ import logging
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
+
+from memra_driver.config import ModelConfig
+from memra_driver.errors import ConfigError, OutOfMemory
+from memra_driver.formats import FormatPolicy
+from memra_driver.plan import ALIGN_BYTES, CacheOptions, CachePlan
 
 _LOG = logging.getLogger("memra_driver")
 _WHOLE = re.compile(r"[0-9]{1,18}", re.ASCII)
@@ -75,3 +81,113 @@ def pp2_split(n_layers: int, environ: Mapping[str, str] | None = None) -> int | 
 def stage_of(fence: Sequence[int], il: int) -> int:
     """The stage that owns layer il. Layers past the fence's end (MTP blocks) belong to the last stage."""
     return bisect_right(fence, il, 1, len(fence) - 1) - 1
+
+
+def balance(
+    cfg: ModelConfig, max_ctx: int, n: int, free_bytes: Sequence[int] | None = None, *,
+    policy: FormatPolicy | None = None, options: CacheOptions | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The fence of n stages that evens out the bytes of a cache of max_ctx tokens, each stage on a device of its own.
+
+    The fullest stage is as empty as can be; among the fences that reach this, the rest is as even as can be. With
+    free_bytes, what each stage's device has, "full" is the share of that. Trailing MTP layers count with the last
+    stage. A stage may be without attention or without recurrent layers; no cut parts a layer from one whose K/V it
+    reads, nor the layers of reserve_taps. policy, options: as for CachePlan.
+
+    Raises ConfigError (n, free_bytes, or no such cut), OutOfMemory where a stage cannot fit whatever the fence.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= cfg.n_trunk:
+        raise ConfigError(f"{n} stages; a trunk of {cfg.n_trunk} layers has 1 .. {cfg.n_trunk}")
+    if free_bytes is not None and (len(free_bytes) != n or min(free_bytes) < 0):
+        raise ConfigError(f"free_bytes {list(free_bytes)}: {n} stages take as many sizes, none below 0")
+    plan = CachePlan(cfg, max_ctx, policy, options)
+    sizes, cuts = _StageBytes(plan), [0, *_cuts(plan), cfg.n_trunk]
+    if len(cuts) - 1 < n:
+        raise ConfigError(f"{n} stages: this model can be cut at {cuts[1:-1]}, for {len(cuts) - 1} stages at most")
+
+    def load(stage: int, begin: int, end: int) -> Fraction:
+        size = sizes.of(begin, end)
+        if free_bytes is None:
+            return Fraction(size)
+        return Fraction(size, free_bytes[stage]) if free_bytes[stage] else Fraction(2**64)
+
+    fullest = _least(cuts, n, load, worst=True, limit=None)
+    assert fullest is not None  # there are cuts enough
+    if free_bytes is not None and fullest[0] > 1:
+        total = sizes.of(0, cfg.n_trunk)
+        raise OutOfMemory(
+            f"no fence of {n} stages fits: the cache takes {total} bytes, the devices have {list(free_bytes)} free;"
+            " lower max_ctx, choose smaller formats, or take more devices"
+        )
+    evenest = _least(cuts, n, load, worst=False, limit=fullest[0])
+    assert evenest is not None  # the one before is among them
+    return (*evenest[1][:-1], cfg.n_layer)
+
+
+class _StageBytes:
+    """Arena bytes of a stage that holds the layers begin .. end - 1, and the MTP layers where it ends the trunk."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        self._n_trunk = plan.cfg.n_trunk
+        self._layers, self._counters = [0] * plan.cfg.n_layer, [0] * plan.cfg.n_layer
+        self._everywhere = self._last = 0
+        for row in plan.planes:
+            if row.dtype == "i32":
+                if row.layer is not None:
+                    self._counters[row.layer] += row.bytes
+            elif row.layer is not None:
+                self._layers[row.layer] += _aligned(row.bytes)
+            elif row.group == "logits":
+                self._last += _aligned(row.bytes)
+            elif row.group == "taps" and plan.options.reserve_taps is not None:
+                self._layers[plan.options.reserve_taps[0][0]] += _aligned(row.bytes)
+            else:
+                self._everywhere += _aligned(row.bytes)
+        self._pos_bytes = sum(row.bytes for row in plan.planes if row.dtype == "i32" and row.layer is None)
+
+    def of(self, begin: int, end: int) -> int:
+        """The bytes that CachePlan.per_device has for it."""
+        last = end == self._n_trunk
+        mine = slice(begin, len(self._layers) if last else end)
+        counters = _aligned(sum(self._counters[mine]) + self._pos_bytes)
+        return sum(self._layers[mine]) + counters + self._everywhere + (self._last if last else 0)
+
+
+def _aligned(n_bytes: int) -> int:
+    return n_bytes + -n_bytes % ALIGN_BYTES
+
+
+def _cuts(plan: CachePlan) -> list[int]:
+    """Where the trunk may be cut."""
+    taps = plan.options.reserve_taps[0] if plan.options.reserve_taps is not None else ()
+    together = [(il, taps[0]) for il in taps]
+    for il in range(plan.cfg.n_layer):
+        source = plan.kv_source(il)
+        if source is not None:
+            together.append((il, source))
+    return [cut for cut in range(1, plan.cfg.n_trunk) if not any(min(pair) < cut <= max(pair) for pair in together)]
+
+
+def _least(
+    cuts: Sequence[int], n: int, load: Callable[[int, int, int], Fraction], *, worst: bool, limit: Fraction | None
+) -> tuple[Fraction, tuple[int, ...]] | None:
+    """The choice of n stages between `cuts` with the least load: of the fullest stage, or the sum of the squares.
+
+    limit: no stage is fuller. Returns the load and the fence, or None where there is no such choice.
+    """
+    best: list[tuple[Fraction, tuple[int, ...]] | None] = [(Fraction(0), (0,)), *[None] * (len(cuts) - 1)]
+    for stage in range(n):
+        following: list[tuple[Fraction, tuple[int, ...]] | None] = [None] * len(cuts)
+        for i, end in enumerate(cuts):
+            for before in best[:i]:
+                if before is None:
+                    continue
+                mine = load(stage, before[1][-1], end)
+                if limit is not None and mine > limit:
+                    continue
+                sums = max(before[0], mine) if worst else before[0] + mine * mine
+                known = following[i]
+                if known is None or sums < known[0]:
+                    following[i] = (sums, (*before[1], end))
+        best = following
+    return best[-1]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, StateError
+from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, StateError, UnsupportedError
 from memra_driver.interop import operand
 from memra_driver.layout import CacheState, StepOp
-from memra_driver.place import Action, run_actions
+from memra_driver.place import Action, has_kernels, ordinal, run_actions
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -114,23 +114,37 @@ class Round:
     def commit_from_device(self, accept_d: Any) -> None:
         """As commit, with the count in one device i32: nothing is read back, and it may be captured.
 
-        A count outside 0 .. rows is a fault of the error record and rejects. The cache is unsettled until `settle`.
+        It lies where the logits do, on the device of the last layer; the other devices of the cache get a copy, in the
+        order of its stream and theirs, and it may be written again in that of its own. A count outside 0 .. rows is a
+        fault of the error record and rejects. The cache is unsettled until `settle`. Raises UnsupportedError where a
+        device has no kernels, DeviceMismatch where a cache spans GPUs and the host.
         """
         cache, rows = self.cache, self._rows()
-        if len(cache.devices) > 1:
-            raise DeviceMismatch("commit_from_device serves caches on one device; this one spans several")
-        count = operand(accept_d, "accept_d", (1,), (np.int32,), self.e, rows=1, out=False, bare=True)
+        counts = self._on_each_device(accept_d)
         actions: list[Action] = []
         for il, layer in self._recurrent():
+            count = counts[cache.plan.device_of(il)]
             actions += self._commit_layer(layer.owner, il, layer, count, 0, rows, swap=False)
         end = cache.pos + rows  # the most it can be; settle brings what it is
         lens = dict.fromkeys(self._took_part(), end)
-        actions += cache.commit_actions(count, 0, rows, lens, end)
+        actions += cache.commit_actions(counts, 0, rows, lens, end)
         self._run(actions)
         begin = cache.pos
         cache.drop_unsure_logits()
         self._finish(lens, end)
         cache.unsettle(begin)
+
+    def _on_each_device(self, accept_d: Any) -> list[Any]:
+        """The count, for each device of the cache."""
+        devices = self.cache.devices
+        last = devices[self.cache.plan.placement[-1]]
+        for e in devices:
+            if not has_kernels(e):
+                raise UnsupportedError(f"{e!r} has the seven operations only; a count cannot stay on it")
+        if len({ordinal(e) < 0 for e in devices}) > 1:
+            raise DeviceMismatch(f"commit_from_device: the host would wait for a count that crosses {list(devices)}")
+        count = operand(accept_d, "accept_d", (1,), (np.int32,), last, rows=1, out=False, bare=True)
+        return [count if e is last else e.count_from(last, count.ptr) for e in devices]
 
     def reject(self) -> None:
         """Nothing of the step stands: lengths return, and ring, state and pos never moved."""

@@ -9,19 +9,23 @@ bytes in everything that the operations returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from memra_driver.batch import CacheBatch
+from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, MemraError, UnsupportedError
 from memra_driver.formats import FormatPolicy
+from memra_driver.place import united
 from memra_driver.plan import CacheOptions, CachePlan
+from memra_driver.pp import balance
 from memra_driver.round import Round
 from memra_driver.session_inputs import Inputs, Weights
 from memra_driver.session_steps import Decoder, Hashes, commit_bytes
@@ -44,18 +48,19 @@ class Outcome:
 
 
 class Session:
-    """`batch` speculative sequences over `cfg` on device e, and their twins. Iterate `run()`.
+    """`batch` speculative sequences over `cfg`, and their twins. Iterate `run()`.
 
-    Sequence b has a prompt of `prompt` + b tokens. attend: every attention layer attends in every step. graph: the
-    verifying step, or the whole round, is recorded once and launched for every round.
-    Raises CapacityError when prompt and rounds do not fit into max_ctx, UnsupportedError when the
-    geometry has no kernels, ConfigError for what cannot be combined.
+    stages: the device, or a list with that of each stage of `fence` (None: pp.balance); hidden-state rows cross from
+    one to the next. Sequence b has a prompt of `prompt` + b tokens. attend: every attention layer attends in every
+    step. graph: the verifying step, or the whole round, is recorded once and launched for every round; this and a
+    batch are for one device. Raises CapacityError when prompt and rounds do not fit into max_ctx, UnsupportedError
+    when the geometry has no kernels, ConfigError for what cannot be combined.
     """
 
     def __init__(
-        self, e: Any, cfg: ModelConfig, max_ctx: int, *, prompt: int, rounds: int, draft: int, seed: int,
+        self, stages: Any, cfg: ModelConfig, max_ctx: int, *, prompt: int, rounds: int, draft: int, seed: int,
         attend: bool = True, method: str = "rollback", batch: int = 1, graph: bool = False,
-        policy: FormatPolicy | None = None,
+        policy: FormatPolicy | None = None, fence: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         if method not in METHODS:
             raise ConfigError(f"method {method!r}; there are {', '.join(METHODS)}")
@@ -69,10 +74,16 @@ class Session:
                 f"a prompt of {longest} and {rounds} rounds of {self.width} rows may need {need} tokens;"
                 f" max_ctx is {max_ctx}"
             )
-        self.e, self.prompt, self.rounds = e, prompt, rounds
+        self.stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
+        self.devices, placement = united(self.stages)
+        if len(self.devices) > 1 and (graph or batch > 1):
+            raise ConfigError("graph and batch are for stages on one device: a capture and a batch belong to one")
+        self.e, self.last, self.prompt, self.rounds = self.stages[0], self.stages[-1], prompt, rounds
         self.attend, self.method, self.graph = attend, method, graph
         options = CacheOptions(max_rows=max(MAX_ROWS, self.width), round_width=self.width if method == "round" else 0)
-        plan = CachePlan(cfg, max_ctx, policy, options)
+        if fence is None:
+            fence = balance(cfg, max_ctx, len(self.stages), policy=policy, options=options)
+        plan = CachePlan(cfg, max_ctx, policy, options, fence, placement=placement)
         problems = [problem for problem in plan.check_ops() if attend or not problem.startswith("attend")]
         if problems:
             raise UnsupportedError("; ".join(problems))
@@ -90,15 +101,21 @@ class Session:
             owned.callback(made.close)
             return made
 
-        e = self.e
-        self.caches: list[Cache] = [keep(Cache(plan, (e,))) for _ in range(batch)]
-        self.twins: list[Cache] = [keep(Cache(plan, (e,))) for _ in range(batch)]
+        self.caches: list[Cache] = [keep(Cache(plan, self.devices)) for _ in range(batch)]
+        self.twins: list[Cache] = [keep(Cache(plan, self.devices)) for _ in range(batch)]
         self.inputs = [Inputs(plan.cfg, seed, b) for b in range(batch)]
-        self.times: OpTimes = keep(OpTimes(e))
-        weights: Weights = keep(Weights(e, self.inputs[0]))
+        self.times: OpTimes = keep(OpTimes(self.devices))
+        weights: Weights = keep(Weights(lambda il: self.devices[plan.device_of(il)], self.inputs[0]))
+        most = batch * max(self.prompt + batch - 1, self.width)  # rows of a step
+        crossings = {
+            il: keep(Boundary(a, b, max(plan.cfg.n_embd, 1), most))
+            for il, (a, b) in zip(plan.fence[1:-1], pairwise(self.stages), strict=True)
+        }
 
         def decoder(target: Any, inputs: list[Inputs], *, fixed: bool = False) -> Decoder:
-            made: Decoder = keep(Decoder(e, target, inputs, weights, self.times, attend=self.attend, fixed=fixed))
+            made: Decoder = keep(
+                Decoder(target, inputs, weights, self.times, crossings, attend=self.attend, fixed=fixed)
+            )
             return made
 
         pairs = list(zip(self.caches, self.inputs, strict=True))
@@ -106,7 +123,7 @@ class Session:
         self.plain = [decoder(twin, [inputs]) for twin, inputs in zip(self.twins, self.inputs, strict=True)]
         target = CacheBatch(self.caches) if batch > 1 else self.caches[0]
         self.together = decoder(target, self.inputs, fixed=self.graph)
-        self._accept_d = keep(e.htod_i32([0]))
+        self._accept_d = keep(self.last.htod_i32([0]))
 
     def run(self) -> Iterator[Outcome]:
         """Yields the primed prompts as round 0, then each round; stops behind the first that differs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,10 @@ class Inputs:
 
 
 class Weights:
-    """The weights of each recurrent layer on a device, uploaded at first use."""
+    """The weights of each recurrent layer on its device, uploaded at first use."""
 
-    def __init__(self, e: Any, inputs: Inputs) -> None:
-        self.e, self.inputs = e, inputs
+    def __init__(self, device_of: Callable[[int], Any], inputs: Inputs) -> None:
+        self.device_of, self.inputs = device_of, inputs
         self._layers: dict[int, dict[str, Any]] = {}
 
     def of(self, il: int) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Weights:
         if il not in self._layers:
             kept = self._layers[il] = {}
             for name, array in self.inputs.weights(il).items():
-                kept[name] = self.e.uninit(array.size)
+                kept[name] = self.device_of(il).uninit(array.size)
                 kept[name].copy_from(array.reshape(-1))
         return self._layers[il]
 

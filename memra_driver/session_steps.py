@@ -1,17 +1,24 @@
-"""Steps of a model's trunk over a cache or a batch: fill the inputs, enqueue the operations, hash the outputs."""
+"""Steps of a model's trunk over a cache or a batch: fill the inputs, enqueue the operations, hash the outputs.
+
+Each layer runs on the device that it lives on. Where a stage begins, hidden-state rows cross over to it first, as they
+do in a model.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from memra_driver import ops
 from memra_driver.batch import CacheBatch
+from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache
 from memra_driver.layers import KvLayer, RecurLayer
+from memra_driver.op_bytes import op_bytes
 from memra_driver.plan import attend_part_bytes
 from memra_driver.session_inputs import Inputs, Weights
 from memra_driver.session_times import OpTimes
@@ -19,23 +26,23 @@ from memra_driver.session_times import OpTimes
 Hashes = list[dict[int, str]]  # per sequence: position -> hash of every operation's output row
 Arrays = dict[str, Any]
 
-INPUTS = {"append.k", "append.v", "attend.q", "x", "alpha", "beta_raw"}
-OUTPUTS = ("conv_out", "q", "k", "v", "g_log", "beta", "out", "attend.out")
+INPUTS = {"hidden", "append.k", "append.v", "attend.q", "x", "alpha", "beta_raw"}
+OUTPUTS = ("crossed", "conv_out", "q", "k", "v", "g_log", "beta", "out", "attend.out")
 
 
 class Decoder:
     """Runs steps of the trunk over one cache, or over a batch of them with as many `inputs`.
 
-    fixed: every layer has buffers of its own, so that a step can be recorded as a graph and run again on other
-    inputs; otherwise layers share them.
+    crossings: by the first layer of a stage, the boundary in front of it. fixed: every layer has buffers of its own, so
+    that a step can be recorded as a graph and run again on other inputs; otherwise the layers of a device share them.
     """
 
     def __init__(
-        self, e: Any, target: Cache | CacheBatch, inputs: Sequence[Inputs], weights: Weights, times: OpTimes, *,
-        attend: bool, fixed: bool = False,
+        self, target: Cache | CacheBatch, inputs: Sequence[Inputs], weights: Weights, times: OpTimes,
+        crossings: Mapping[int, Boundary], *, attend: bool, fixed: bool = False,
     ) -> None:  # fmt: skip
-        self.e, self.target, self.inputs, self.weights, self.times = e, target, inputs, weights, times
-        self.attend, self.fixed = attend, fixed
+        self.target, self.inputs, self.weights, self.times = target, inputs, weights, times
+        self.crossings, self.attend, self.fixed = crossings, attend, fixed
         self.layers = range(target.cfg.n_trunk)
         self._buffers: dict[tuple[int, str], Any] = {}
 
@@ -48,7 +55,7 @@ class Decoder:
             self._enqueue(il, arrays, rows)
             self._collect(arrays, rows, hashes)
         if advance:
-            self.target.advance(self.e, rows)
+            self.target.advance(self._device(0), rows)
         return self._digests(hashes)
 
     def reserve(self, rows: int) -> None:
@@ -60,7 +67,7 @@ class Decoder:
             elif self.attend:
                 _, hv = self.target.cfg.head_dims(il)
                 n_bytes = attend_part_bytes(rows, self.target.cfg.heads(il), hv)
-                self.e.attend_scratch(len(self.target.members) * n_bytes)
+                self._device(il).attend_scratch(len(self.target.members) * n_bytes)
 
     def enqueue(self, rows: int) -> None:
         """The operations of a step alone, for a capture."""
@@ -80,7 +87,9 @@ class Decoder:
 
     def cost(self, rows: int, *, in_round: bool) -> int:
         """Bytes that a whole step must move."""
-        return sum(sum(self._costs(il, self._arrays(il, rows), rows, in_round=in_round).values()) for il in self.layers)
+        costs = {il: op_bytes(self.target, il, rows, in_round=in_round) for il in self.layers}
+        crossed = sum(2 * 4 * boundary.hidden for boundary in self.crossings.values()) * rows * len(self.target.members)
+        return crossed + sum(costs[il][name] for il in self.layers for name in self._operations(il))
 
     def close(self) -> None:
         """Frees its buffers, and the tables of a batch; the caches stay."""
@@ -91,11 +100,22 @@ class Decoder:
 
     # One layer.
 
+    def _device(self, il: int) -> Any:
+        first = self.target.members[0]
+        return first.devices[first.plan.device_of(il)]
+
     def _kind(self, il: int) -> str:
         first = self.target.members[0]
         if first.recur[il] is not None:
             return "recurrent"
         return "owner" if first.kv[il] is not None else "borrower"
+
+    def _operations(self, il: int) -> tuple[str, ...]:
+        """What a step runs at layer il."""
+        kind = self._kind(il)
+        if kind == "recurrent":
+            return ("conv_update", "gdn_prep", "gdn_scan")
+        return (*(("append_kv",) if kind == "owner" else ()), *(("attend",) if self.attend else ()))
 
     def _kv(self, il: int) -> KvLayer:
         """The K/V that layer il reads."""
@@ -108,15 +128,17 @@ class Decoder:
 
     def _columns(self, il: int) -> dict[str, int]:
         """What layer il takes and gives, with the elements of a row."""
+        crossing = self.crossings.get(il)
+        crossed = {} if crossing is None else {"hidden": crossing.hidden, "crossed": crossing.hidden}
         if self._kind(il) == "recurrent":
             state = self._recur(il)
             gates, vector = state.num_v, state.num_v * state.state_size
             of_scan = {"q": vector, "k": vector, "v": vector, "g_log": gates, "beta": gates, "out": vector}
             of_conv = {"x": state.conv_dim, "alpha": gates, "beta_raw": gates, "conv_out": state.conv_dim}
-            return of_conv | of_scan
-        layer, columns = self._kv(il), {}
+            return crossed | of_conv | of_scan
+        layer, columns = self._kv(il), crossed
         if self._kind(il) == "owner":
-            columns = {"append.k": layer.kv_dim_k, "append.v": layer.kv_dim_v}
+            columns = columns | {"append.k": layer.kv_dim_k, "append.v": layer.kv_dim_v}
         if self.attend:
             heads = self.target.cfg.heads(il)
             columns |= {"attend.q": heads * layer.head_dim_k, "attend.out": heads * layer.head_dim_v}
@@ -128,12 +150,13 @@ class Decoder:
 
     def _buffer(self, il: int, name: str, n: int) -> Any:
         """n elements of a buffer that is kept; it grows."""
-        key = (il if self.fixed else -1, name)
+        e = self.crossings[il].dev_a if name == "hidden" else self._device(il)
+        key = (il if self.fixed else -1 - self.times.devices.index(e), name)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.len < n:
             if buffer is not None:
                 buffer.close()
-            buffer = self._buffers[key] = self.e.uninit(n)
+            buffer = self._buffers[key] = e.uninit(n)
         return buffer.view(0, n)
 
     def _fill(self, il: int, arrays: Arrays, rows: int) -> None:
@@ -146,8 +169,14 @@ class Decoder:
                 arrays[name].copy_from(np.concatenate(blocks).reshape(-1))
 
     def _enqueue(self, il: int, a: Arrays, rows: int) -> None:
-        e, target, measure = self.e, self.target, self.times.measure
-        cost = self._costs(il, a, rows, in_round=target.open_round is not None)
+        e, target = self._device(il), self.target
+        cost = op_bytes(target, il, rows, in_round=target.open_round is not None)
+        if il in self.crossings:
+            self._cross(self.crossings[il], a["hidden"], a["crossed"])
+
+        def measure(name: str, n_bytes: int) -> AbstractContextManager[None]:
+            return self.times.measure(name, n_bytes, e)
+
         if self._kind(il) == "recurrent":
             w = self.weights.of(il)
             size = self._recur(il).state_size
@@ -171,29 +200,12 @@ class Decoder:
             with measure("attend", cost["attend"]):
                 ops.attend(e, target, il, a["attend.q"], a["attend.out"], scale=scale)
 
-    def _costs(self, il: int, a: Arrays, rows: int, *, in_round: bool) -> dict[str, int]:
-        """Bytes that each operation of layer il must move; in a round it fills the tape as well."""
-        members = self.target.members
-        if self._kind(il) == "recurrent":
-            layer = self._recur(il)
-            x, vector, gate = a["x"].nbytes, a["q"].nbytes, a["beta"].nbytes
-            ring, state = layer.conv_state.nbytes * len(members), layer.ssm_state.nbytes * len(members)
-            tape = 3 * vector + 2 * gate if in_round else 0
-            return {
-                "conv_update": 2 * x + 4 * layer.conv_dim * layer.d_conv + (ring + x if in_round else 2 * ring),
-                "gdn_prep": x + 3 * vector + 4 * gate,
-                "gdn_scan": 2 * state + 4 * vector + 2 * gate + tape,
-            }
-        layer_kv, costs = self._kv(il), {}
-        token = layer_kv.k_tok_bytes + layer_kv.v_tok_bytes
-        if self._kind(il) == "owner":
-            costs["append_kv"] = a["append.k"].nbytes + a["append.v"].nbytes + len(members) * rows * token
-        if self.attend:
-            window = layer_kv.window
-            first = [max(0, member.pos - window + 1) if window else 0 for member in members]
-            keys = sum(member.pos + rows - begin for member, begin in zip(members, first, strict=True))
-            costs["attend"] = keys * token + a["attend.q"].nbytes + a["attend.out"].nbytes
-        return costs
+    def _cross(self, boundary: Boundary, hidden: Any, crossed: Any) -> None:
+        with self.times.measure("boundary", 2 * hidden.nbytes, boundary.dev_a):
+            boundary.send(hidden)
+        received = boundary.receive()
+        boundary.dev_b.copy_bytes(crossed.ptr, received.ptr, received.nbytes)
+        boundary.release()
 
     # What came back.
 

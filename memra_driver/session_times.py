@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from memra_driver.device import CudaEvent
@@ -21,54 +22,64 @@ class OpTimes:
     """How long each operation took and how many bytes it must move, as measured on the device.
 
     On a GPU a long clear is enqueued in front of each measured operation: while it runs the host gets ahead, so
-    the time between the two events is the device's alone, and the operation finds none of its data in a cache.
+    the time between the two events is the device's alone, and the operation finds none of its data in a cache. What
+    works on several devices takes as long as it does on the slowest.
     """
 
-    e: Any
+    devices: Sequence[Any]
     seconds: dict[str, list[float]] = field(default_factory=dict)
     bytes: dict[str, list[int]] = field(default_factory=dict)
-    _pending: list[tuple[str, CudaEvent, CudaEvent]] = field(default_factory=list)
-    _ahead: Any = None
+    _pending: list[tuple[str, list[tuple[CudaEvent, CudaEvent]]]] = field(default_factory=list)
+    _ahead: dict[int, Any] = field(default_factory=dict)  # by place in `devices`
 
     @contextmanager
-    def measure(self, name: str, n_bytes: int) -> Iterator[None]:
-        """Times what the block enqueues: between two events on a GPU, by the clock on the host.
+    def measure(self, name: str, n_bytes: int, e: Any = None) -> Iterator[None]:
+        """Times what the block enqueues on e, or on all devices: between two events on a GPU, by the clock on the host.
 
         What a capture records runs later, so it is not timed.
         """
-        if self.e.recording is not None:
+        on = [i for i, each in enumerate(self.devices) if e is None or each is e]
+        if any(self.devices[i].recording is not None for i in on):
             yield
             return
-        if not isinstance(self.e, CudaDev):
+        if not isinstance(self.devices[on[0]], CudaDev):
             begin = time.perf_counter()
             yield
             self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
             self.bytes.setdefault(name, []).append(n_bytes)
             return
-        if self._ahead is None:
-            self._ahead = self.e.uninit(AHEAD_BYTES // 4)
-        begin_event, end_event = (CudaEvent(self.e.context, timing=True) for _ in range(2))
-        for _ in range(AHEAD_CLEARS):
-            self.e.clear_bytes(self._ahead.ptr, self._ahead.nbytes)
-        self.e.stream.record(begin_event)
+        events = [(self._begin(i), CudaEvent(self.devices[i].context, timing=True)) for i in on]
         yield
-        self.e.stream.record(end_event)
+        for i, (_, end) in zip(on, events, strict=True):
+            self.devices[i].stream.record(end)
         self.bytes.setdefault(name, []).append(n_bytes)
-        self._pending.append((name, begin_event, end_event))
+        self._pending.append((name, events))
+
+    def _begin(self, i: int) -> CudaEvent:
+        """Keeps a device busy, then records an event there."""
+        e = self.devices[i]
+        if i not in self._ahead:
+            self._ahead[i] = e.uninit(AHEAD_BYTES // 4)
+        event = CudaEvent(e.context, timing=True)
+        for _ in range(AHEAD_CLEARS):
+            e.clear_bytes(self._ahead[i].ptr, self._ahead[i].nbytes)
+        e.stream.record(event)
+        return event
 
     def settle(self) -> None:
-        """Waits for the device and reads the events."""
-        self.e.synchronize()
-        for name, begin, end in self._pending:
-            self.seconds.setdefault(name, []).append(end.elapsed_ms(begin) / 1e3)
-            begin.close()
-            end.close()
+        """Waits for the devices and reads the events."""
+        for e in self.devices:
+            e.synchronize()
+        for name, events in self._pending:
+            self.seconds.setdefault(name, []).append(max(end.elapsed_ms(begin) for begin, end in events) / 1e3)
+            for event in chain.from_iterable(events):
+                event.close()
         self._pending.clear()
 
     def close(self) -> None:
         """Frees what the measuring needs."""
-        if self._ahead is not None:
-            self._ahead.close()
+        for each in self._ahead.values():
+            each.close()
 
     def table(self, copy_bytes_per_second: float) -> list[dict[str, Any]]:
         """Per operation: count, median seconds, bytes of a median call, share of the copy bandwidth."""
@@ -93,7 +104,7 @@ def copy_bandwidth(e: Any) -> float:
     with e.uninit(n) as src, e.zeros(n) as dst:
         e.clear_bytes(src.ptr, src.nbytes)
         e.copy_into(dst, 0, src, n)
-        times = OpTimes(e)
+        times = OpTimes([e])
         for _ in range(7):
             with times.measure("copy", 8 * n):
                 e.copy_into(dst, 0, src, n)

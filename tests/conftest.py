@@ -36,13 +36,13 @@ THROUGH_C = {
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "fault_ends",
         "fault_runs", "graph", "graph_rules", "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch",
         "kernels_recurrent", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
-        "programs", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots", "steps", "taps",
-        "threads",
+        "programs", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots", "stages", "steps",
+        "taps", "threads",
     )
 }  # fmt: skip
 
 # Files that run once more in deferred mode, where the whole run does not: what they are about is order.
-DEFERRED = {f"test_{name}" for name in ("late_reads", "pipeline", "threads")}
+DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "stages", "threads")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,7 +75,8 @@ def _keep_context() -> None:
 
     try:
         driver.init()
-        driver.device_primary_ctx_retain(driver.device_get(0))
+        for ordinal in range(min(driver.device_get_count(), 2)):  # as many as tests use
+            driver.device_primary_ctx_retain(driver.device_get(ordinal))
     except MemraError as error:
         raise pytest.UsageError(f"--gpu: {error}") from None
 
@@ -170,6 +171,14 @@ def context(standin: standin_module.StandIn) -> Iterator[standin_module.StandIn]
 
 
 MakeDev = Callable[..., Any]
+
+
+@pytest.fixture
+def gpu_count(request: pytest.FixtureRequest) -> int:
+    """How many GPUs there are; the stand-in has two."""
+    from memra_driver import driver
+
+    return driver.device_get_count() if request.config.getoption("--gpu") else 2
 
 
 @pytest.fixture

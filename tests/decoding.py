@@ -275,6 +275,7 @@ class Player:
 
     def __init__(self, cache: Cache, oracle: Oracle) -> None:
         self.cache, self.oracle, self.e = cache, oracle, cache.devices[0]
+        self.last = cache.devices[cache.plan.placement[-1]]  # where logits are, and counts
         self.tokens: list[int] = []
         self._lanes: dict[int, Lane] = {}
 
@@ -363,7 +364,7 @@ def play(player: Player, rows: int, accept: int, by: str = "host", *, look: bool
         if by == "host":
             r.commit(accept)
         else:
-            r.commit_from_device(player.e.htod_i32([accept]))
+            r.commit_from_device(player.last.htod_i32([accept]))
     if look:
         player.check_results(lane, player.tokens, tokens)
     player.tokens += tokens[:accept]

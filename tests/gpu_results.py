@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,32 +12,9 @@ from typing import Any
 import pytest
 
 from memra_driver.errors import MemraError
+from memra_driver.inventory import machine
 
 TESTS = Path(__file__).resolve().parent
-
-
-def _commit() -> str | None:
-    """MEMRA_COMMIT, else what git says; None outside a checkout."""
-    if os.environ.get("MEMRA_COMMIT"):
-        return os.environ["MEMRA_COMMIT"]
-    try:
-        run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True)
-    except OSError:
-        return None
-    return run.stdout.strip() or None
-
-
-def machine() -> dict[str, Any]:
-    from memra_driver import driver, nvrtc
-
-    driver.init()
-    return {
-        "device": driver.device_get_name(driver.device_get(0)),
-        "driver": driver.version_text(driver.driver_get_version()),
-        "nvrtc": ".".join(map(str, nvrtc.version())),
-        "commit": _commit(),
-        "kernel_sources": nvrtc.sources_hash(),
-    }
 
 
 class GpuResults:
@@ -59,9 +34,7 @@ class GpuResults:
             self.counts["passed"] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        part = os.environ.get("MEMRA_GPU_PART")  # of evidence.py, which puts the parts of a whole run together
-        if part:
-            Path(part).write_text(json.dumps({"counts": self.counts, "failures": self.failures}))
+        if hasattr(session.config, "workerinput"):  # a process of pytest-xdist, whose reports all reach the first one
             return
         asked = session.config.option
         whole = [str(TESTS)] == [str(Path(arg).resolve()) for arg in session.config.args]

@@ -332,6 +332,10 @@ class StandIn:
         """Sets a CUdevice_attribute: 75 and 76 the compute capability, 115 memory pools."""
         self._lib.fake_set_attribute(device, int(attribute), value)
 
+    def set_peers(self, can: bool) -> None:
+        """Whether devices reach each other's memory. What a context has enabled already it keeps."""
+        self._lib.fake_set_peers(int(can))
+
     def set_device_count(self, n: int) -> None:
         self._lib.fake_set_device_count(n)
 

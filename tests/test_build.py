@@ -94,7 +94,7 @@ def test_no_argument_prints_the_usage_and_fails() -> None:
     assert "python -P -m build" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "test", "kernels", "native"])
+@pytest.mark.parametrize("command", ["run", "bench", "test", "kernels", "native"])
 def test_help_answers_before_anything_is_set_up(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -396,7 +396,7 @@ def test_native_fails_without_a_compiler_and_takes_no_arguments(
         assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["run", "test"])
+@pytest.mark.parametrize("command", ["run", "bench", "test"])
 def test_run_and_test_build_the_library_first_and_go_on_without(
     no_set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

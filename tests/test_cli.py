@@ -14,9 +14,12 @@ from caches import gemma
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from memra_driver import cli, kvdev, ops, session, session_times
+from memra_driver import boundary, cli, kvdev, ops, session, session_times
 from memra_driver.cache import Cache
+from memra_driver.config import ModelConfig
 from memra_driver.memory import HostMemory
+from memra_driver.plan import CachePlan
+from memra_driver.pp import balance
 from memra_driver.round import Round
 
 SMALL = {
@@ -98,6 +101,69 @@ def test_every_way_of_running_a_round_gives_the_same_digests(
     argv = ("run", model, "--device", device, "--prompt", "18", "--rounds", "5")
     plain, *others = (digests(capsys, *argv, *way) for way in WAYS)
     assert all(other == plain for other in others)
+
+
+STAGES = {
+    "host": ("host,host", "host,host,host"),
+    "cuda": ("cuda:0,cuda:1", "cuda:1,cuda:0,cuda,cuda:1"),
+}
+
+
+@pytest.mark.parametrize(("way", "peers"), [((), True), (("--method", "round"), False)], ids=["rollback", "round"])
+@pytest.mark.parametrize("kind", STAGES)
+def test_any_stages_give_the_digests_of_one_device(
+    kind: str,
+    way: tuple[str, ...],
+    peers: bool,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kind == "cuda":
+        request.getfixturevalue("standin").set_peers(peers)
+        monkeypatch.setattr(session_times, "AHEAD_BYTES", 1 << 12)
+        monkeypatch.setattr(session_times, "COPY_BYTES", {True: 1 << 16})
+    argv = ("run", model, "--prompt", "17", "--rounds", "2", *way)
+    expected = digests(capsys, *argv, "--device", kind)
+    for stages in STAGES[kind]:
+        assert digests(capsys, *argv, "--stages", stages) == expected
+    assert digests(capsys, *argv, "--stages", STAGES[kind][0], "--fence", "1") == expected
+
+
+def test_stages_on_one_gpu_may_be_recorded(
+    model: str, standin: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_times, "AHEAD_BYTES", 1 << 12)
+    monkeypatch.setattr(session_times, "COPY_BYTES", {True: 1 << 16})
+    argv = ("run", model, "--prompt", "18", "--rounds", "3")
+    expected = digests(capsys, *argv, "--device", "cuda")
+    for way in (("--graph",), ("--method", "round", "--graph")):
+        assert digests(capsys, *argv, *way, "--stages", "cuda:0,cuda:0,cuda:0") == expected
+
+
+def test_what_crosses_to_the_next_stage_is_looked_at(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = boundary.Boundary.send
+
+    def stale(self: boundary.Boundary, rows: Any) -> None:
+        send(self, rows)
+        if rows.len > self.hidden:  # of steps of more than one row
+            HostMemory.array(self._slots.ptr, self._slots.len, np.float32)[:] += 1
+
+    monkeypatch.setattr(boundary.Boundary, "send", stale)
+    status, text, _ = run(capsys, "run", model, "--stages", "host,host", "--ctx", "128")
+    assert status == 1
+    assert "outputs at position" in text
+
+
+def test_the_operations_of_a_pipeline_count_what_crosses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "run", model, "--stages", "host,host,host", "--rounds", "2", "--json")[1]
+    found = json.loads(text)
+    (crossed,) = [each for each in found["operations"] if each["operation"] == "boundary"]
+    assert (crossed["count"] > 0, crossed["median_bytes"] % (2 * 4 * 256)) == (True, 0)
+    assert (found["device"], len(found["fence"])) == ("host, host, host", 4)
 
 
 def test_a_sequence_is_the_same_alone_and_in_a_batch_whose_prompts_differ(
@@ -230,6 +296,14 @@ def test_run_fails_when_something_is_left_out(
         (("run", "--ctx", "10", "--device", "host"), "max_ctx is 10"),
         (("run", "--batch", "2", "--method", "round", "--device", "host"), "a round is of one sequence"),
         (("run", "--device", "tpu"), "it takes auto, cuda:N or host"),
+        (("run", "--stages", "host,tpu"), "it takes auto, cuda:N or host"),
+        (("run", "--stages", "host,host", "--fence", "40"), "fence [0, 40, 33]"),
+        (("run", "--stages", "host,host", "--fence", "1,2"), "2 stages take auto or 1 layer numbers"),
+        (("run", "--stages", "host,host", "--fence", "x"), "2 stages take auto or 1 layer numbers"),
+        (("run", "--stages", "host,host", "--graph"), "graph and batch are for stages on one device"),
+        (("run", "--stages", "host,host", "--batch", "2"), "graph and batch are for stages on one device"),
+        (("plan", "qwen3.5-9b", "--ctx", "8", "--stages", "40"), "a trunk of 32 layers has 1 .. 32"),
+        (("plan", "qwen3.5-9b", "--ctx", "8", "--stages", "3", "--fence", "9,4"), "must be strictly increasing"),
         (("plan", "qwen3.5-9x", "--ctx", "8"), "qwen3.5-9b"),
         (("plan", "qwen3.5-9b", "--ctx", "-1"), "max_ctx is -1"),
     ],
@@ -250,6 +324,30 @@ def test_plan_prints_the_oracle(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["totals"]["kv"] == 8 * 8192 * 1856
     assert plan["first_use"]["snapshot"] == 25 * 2195456
     assert run(capsys, "plan", "qwen3.5-9b", "--ctx", "8192")[1].count("ssm_state") == 2
+
+
+def test_plan_prices_every_device_of_a_pipeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("plan", "qwen3.6-27b", "--ctx", "32768", "--stages")
+    for name in ("MEMRA_PP_STAGES", "MEMRA_PP_SPLIT", "MEMRA_PP_SPLITS"):
+        monkeypatch.delenv(name, raising=False)
+    cfg = ModelConfig.from_preset("qwen3.6-27b")
+    found = json.loads(run(capsys, *argv, "4", "--json")[1])
+    expected = CachePlan(cfg, 32768, fence=balance(cfg, 32768, 4))
+    assert (found["fence"], len(found["per_device"])) == (list(expected.fence), 4)
+    text = run(capsys, *argv, "4")[1]
+    for device, stated in zip(expected.per_device, found["per_device"], strict=True):
+        sizes = device.arena_bytes, device.snapshot_bytes, expected.attend_scratch_bytes(device.device)
+        assert (stated["arena_bytes"], stated["snapshot_bytes"], stated["attend_scratch_bytes"]) == sizes
+        layers = f"{expected.fence[device.device]} .. {expected.fence[device.device + 1] - 1}"
+        (line,) = [line for line in text.splitlines() if layers in line]
+        assert all(f"{size:,}" in line for size in sizes)
+    assert json.loads(run(capsys, *argv, "2", "--fence", "5", "--json")[1])["fence"] == [0, 5, 65]
+    monkeypatch.setenv("MEMRA_PP_STAGES", "3")
+    monkeypatch.setenv("MEMRA_PP_SPLITS", "7,9")
+    assert json.loads(run(capsys, *argv, "3", "--json")[1])["fence"] == [0, 7, 9, 64]
+    assert json.loads(run(capsys, *argv, "4", "--json")[1])["fence"] == list(expected.fence)
 
 
 def test_plan_draws_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,10 @@ FENCES = [(0, 3, 8), (0, 1, 2, 8), (0, 3, 4, 8), (0, 4, 8), (0, 8)]  # stages of
 
 
 @pytest.fixture(params=["host", "host, stage devices alike", "cuda", "cuda, one ordinal"])
-def devices(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
+def devices(request: pytest.FixtureRequest, make_dev: MakeDev, gpu_count: int) -> Any:
     """devices(n): a device per stage; two ordinals in turn, all on one, or the very same object."""
     kind, _, alike = request.param.partition(", ")
-    ordinals = 1 if alike or request.config.getoption("--gpu") else 2
+    ordinals = 1 if alike else min(gpu_count, 2)
 
     def make(n: int) -> list[Any]:
         if alike == "stage devices alike":
@@ -35,10 +35,10 @@ def devices(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
 
 
 @pytest.fixture(params=["host", "cuda", "cuda, one ordinal"])
-def stages(request: pytest.FixtureRequest, make_dev: MakeDev) -> Any:
+def stages(request: pytest.FixtureRequest, make_dev: MakeDev, gpu_count: int) -> Any:
     """Two devices that are not the same object."""
     kind, _, alike = request.param.partition(", ")
-    second = 0 if alike or request.config.getoption("--gpu") else 1
+    second = 0 if alike or gpu_count < 2 else 1
     return [make_dev(kind, 0), make_dev(kind, second)]
 
 

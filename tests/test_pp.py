@@ -1,15 +1,21 @@
-"""The stage fence: what the environment opens, and that nonsense leaves the door shut."""
+"""The stage fence: what the environment opens, that nonsense leaves the door shut, and how stages are evened out."""
 
 from __future__ import annotations
 
 import logging
+from itertools import combinations
+from typing import Any
 
 import pytest
+from caches import attention_only, gemma, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memra_driver import pp
-from memra_driver.pp import pp2_split, pp_cuts, stage_of
+from memra_driver.config import PRESETS, Gemma4Config, ModelConfig
+from memra_driver.errors import ConfigError, OutOfMemory
+from memra_driver.plan import CacheOptions, CachePlan
+from memra_driver.pp import balance, pp2_split, pp_cuts, stage_of
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +140,124 @@ def test_any_environment_gives_a_sound_fence_or_none(n_layers: int, environ: dic
         assert len(fence) - 1 == int(environ["MEMRA_PP_STAGES"])
         owners = [stage_of(fence, il) for il in range(n_layers)]
         assert sorted(set(owners)) == list(range(len(fence) - 1))
+
+
+# balance
+
+ROOMY = CacheOptions(round_width=4, reserve_logits=True, reserve_taps=((2, 3), 4))
+MODELS: dict[str, tuple[ModelConfig, CacheOptions]] = {
+    "hybrid": (tiny(), CacheOptions()),
+    "mtp": (tiny(n_layer=9, nextn_predict_layers=1), ROOMY),
+    "mtp without state": (tiny(n_layer=9, nextn_predict_layers=1), CacheOptions(skip_mtp_state=True)),
+    "attention": (attention_only(6), CacheOptions()),
+    "borrowed": (gemma(shared=2), CacheOptions()),
+    # The first stage cannot be made smaller; the others are still to be evened out.
+    "heavy start": (
+        gemma(n_layer=7, gemma4=Gemma4Config((32, *(1,) * 6), (True,) * 7, key_length_swa=32)),
+        CacheOptions(),
+    ),
+}
+
+
+def stage_bytes(cfg: ModelConfig, ctx: int, fence: tuple[int, ...], options: CacheOptions) -> list[int]:
+    return [device.arena_bytes for device in CachePlan(cfg, ctx, options=options, fence=fence).per_device]
+
+
+def fences(cfg: ModelConfig, n: int, options: CacheOptions) -> list[tuple[int, ...]]:
+    """Every fence of n stages over which the operations run and which the plan takes."""
+    found = []
+    for cuts in combinations(range(1, cfg.n_trunk), n - 1):
+        fence = (0, *cuts, cfg.n_layer)
+        try:
+            plan = CachePlan(cfg, 8, options=options, fence=fence)
+        except ConfigError:  # tap layers on two stages
+            continue
+        if not [problem for problem in plan.check_ops() if "another device" in problem]:
+            found.append(fence)
+    return found
+
+
+@pytest.mark.parametrize("ctx", [0, 40, 3000])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_fence_has_a_less_full_stage_nor_evener_ones(name: str, n: int, ctx: int) -> None:
+    cfg, options = MODELS[name]
+    possible = fences(cfg, n, options)
+    if not possible:
+        with pytest.raises(ConfigError, match="for 3 stages at most"):
+            balance(cfg, ctx, n, options=options)
+        return
+    fence = balance(cfg, ctx, n, options=options)
+    assert fence in possible
+    sizes = {each: stage_bytes(cfg, ctx, each, options) for each in possible}
+    least = min(max(each) for each in sizes.values())
+    assert max(sizes[fence]) == least
+    assert sum(s * s for s in sizes[fence]) == min(
+        sum(s * s for s in each) for each in sizes.values() if max(each) == least
+    )
+
+
+@pytest.mark.parametrize("free", [(1, 3), (3, 1), (1, 1, 9), (5, 1, 2)])
+def test_a_device_with_more_room_gets_more(free: tuple[int, ...]) -> None:
+    cfg, options = MODELS["hybrid"]
+    free_bytes = [each << 20 for each in free]
+
+    def fullest(fence: tuple[int, ...]) -> float:
+        return max(s / f for s, f in zip(stage_bytes(cfg, 2000, fence, options), free_bytes, strict=True))
+
+    fence = balance(cfg, 2000, len(free), free_bytes)
+    assert fullest(fence) == min(map(fullest, fences(cfg, len(free), options)))
+
+
+def test_a_fence_fits_where_one_does_to_the_byte() -> None:
+    cfg, options = MODELS["mtp"]
+    for fence in fences(cfg, 3, options):
+        exact = stage_bytes(cfg, 500, fence, options)
+        found = stage_bytes(cfg, 500, balance(cfg, 500, 3, exact, options=options), options)
+        assert all(size <= room for size, room in zip(found, exact, strict=True))
+    least = min(stage_bytes(cfg, 500, fence, options)[0] for fence in fences(cfg, 3, options))
+    with pytest.raises(OutOfMemory, match="no fence of 3 stages fits"):
+        balance(cfg, 500, 3, [least - 1, 1 << 40, 1 << 40], options=options)
+    with pytest.raises(OutOfMemory, match="no fence of 2 stages fits"):
+        balance(cfg, 500, 2, [0, 1 << 40], options=options)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_every_preset_is_evened_out_and_keeps_borrowers_with_what_they_read(preset: str, n: int) -> None:
+    cfg = ModelConfig.from_preset(preset)
+    fence = balance(cfg, 32768, n)
+    plan = CachePlan(cfg, 32768, fence=fence)
+    assert len(fence) == n + 1
+    assert (fence[0], fence[-1]) == (0, cfg.n_layer)
+    assert plan.check_ops() == CachePlan(cfg, 32768).check_ops()
+    sizes, layers = [device.arena_bytes for device in plan.per_device], []
+    for il in range(cfg.n_layer):
+        one = (0, il, il + 1, cfg.n_layer) if 0 < il < cfg.n_layer - 1 else None
+        layers.append(0 if one is None else CachePlan(cfg, 32768, fence=one).per_device[1].arena_bytes)
+    if cfg.gemma4 is None:
+        assert max(sizes) - min(sizes) <= 2 * max(layers)
+
+
+def test_it_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = balance(tiny(), 64, 2)
+    monkeypatch.setenv("MEMRA_PP_STAGES", "2")
+    monkeypatch.setenv("MEMRA_PP_SPLIT", str(expected[1] % 7 + 1))
+    assert balance(tiny(), 64, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (ConfigError, r"0 stages; a trunk of 8 layers has 1 \.\. 8", (tiny(), 8, 0)),
+        (ConfigError, r"9 stages; a trunk of 8 layers has 1 \.\. 8", (tiny(n_layer=9, nextn_predict_layers=1), 8, 9)),
+        (ConfigError, "True stages", (tiny(), 8, True)),
+        (ConfigError, "2 stages take as many sizes", (tiny(), 8, 2, [1 << 30])),
+        (ConfigError, "none below 0", (tiny(), 8, 2, [1 << 30, -1])),
+        (ConfigError, r"can be cut at \[1, 2\], for 3 stages at most", (gemma(shared=2), 8, 4)),
+        (ConfigError, "max_ctx is -1", (tiny(), -1, 2)),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(error: Any, match: str, args: Any) -> None:
+    with pytest.raises(error, match=match):
+        balance(*args)

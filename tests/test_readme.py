@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -10,24 +11,28 @@ import pytest
 from standin import StandIn
 
 import memra_driver
-from memra_driver import config, layout
+from memra_driver import CudaDev, config, layout
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TENSORS = [block for block in BLOCKS if re.search(r"^import (torch|cupy)$", block, re.MULTILINE)]
+NCCL = [block for block in BLOCKS if "import nccl" in block]
+NIXL = [block for block in BLOCKS if "import nixl" in block]
 
 
 def test_the_python_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = [block for block in BLOCKS if block not in TENSORS]
-    assert len(blocks) == 4
+    blocks = [block for block in BLOCKS if block not in TENSORS + NCCL + NIXL]
+    assert len(blocks) == 5
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), scope)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 3 ")
     assert lines[1] == "5 [5, 5]"
+    assert lines[2] == "(0, 16, 33) 1 3"
 
 
 def check_tensors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +66,42 @@ def test_the_example_for_tensors_runs_on_a_gpu(capsys: pytest.CaptureFixture[str
         check_tensors(capsys)
     finally:
         torch.cuda.set_stream(before)
+
+
+@pytest.mark.gpu
+def test_the_example_for_nccl_runs_on_two_gpus(gpu_count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
+    if gpu_count < 2:
+        pytest.skip("needs two GPUs")
+    (block,) = NCCL
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "True"
+
+
+def test_a_slice_is_what_nccl_takes_for_a_buffer(standin: StandIn) -> None:
+    buffer = pytest.importorskip("nccl.core.buffer", reason="nccl4py is not installed", exc_type=ImportError)
+    with CudaDev() as e, e.uninit(6) as floats, e.alloc_u8(5) as octets:
+        for each, count in ((floats, 6), (floats.view(2, 5), 3), (octets, 5)):
+            found = buffer.NcclBuffer(each)
+            assert (found.ptr, found.count, found.device_id) == (each.ptr, count, 0)
+
+
+def test_the_example_for_nixl_runs_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("nixl_cu13", reason="nixl-cu13 is not installed")
+    (block,) = NIXL
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "DONE 7"
+
+
+def test_the_speed_that_it_tells_is_that_of_the_run_on_record() -> None:
+    spec = importlib.util.spec_from_file_location("bench_readme", ROOT / "tests" / "bench" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    told = README.split(script.BEGIN)[1].split(script.END)[0]
+    assert told == script.chapter(), "python3 tests/bench/readme.py"
+    assert script.PICTURE.is_file() is script.RECORD.is_file()
 
 
 def test_every_preset_is_named() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches import POLICY, device_counters, image
+from caches import POLICY, device_counters
 from decoding import MAX_CTX, OPTIONS, TRUE, WIDTH, Oracle, Player, begin, draft, hybrid, play, player_on
 
 from memra_driver import ops
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import SsmConfig
-from memra_driver.errors import DeviceMismatch
 from memra_driver.round import Round
 
 MakeDev = Callable[..., Any]
@@ -121,19 +120,15 @@ def test_rounds_serve_planes_of_their_own(make_dev: MakeDev, kind: str, by: str)
 
 
 @pytest.mark.parametrize("kind", ["host", "cuda"])
-def test_a_round_over_two_devices_ends_on_both_and_takes_no_count_from_one(make_dev: MakeDev, kind: str) -> None:
+def test_a_round_over_two_devices_ends_on_both(make_dev: MakeDev, kind: str) -> None:
     devices = [make_dev(kind), make_dev(kind)]
     cache = Cache.new_pp2(*devices, 1, hybrid(), MAX_CTX, policy=POLICY, options=OPTIONS)
     player = Player(cache, Oracle(devices[0]))
     for accept in (1, 0, 4, 2):
         play(player, WIDTH, accept)
         player.check()
-    with Round(cache, devices[1], width=WIDTH) as r:
+    with Round(cache, devices[1], width=WIDTH):
         player.run(draft(3, 0))
-        before = image(cache)
-        with pytest.raises(DeviceMismatch, match="one device"):
-            r.commit_from_device(devices[1].htod_i32([1]))
-        assert image(cache) == before
     player.check()
     player.close()
 

@@ -157,7 +157,8 @@ def round_commit(cache: Any, accept_len: int) -> None:
 
 def round_commit_from_device(cache: Any, accept_d: Any) -> None:
     """As Round.commit_from_device."""
-    count = operand(accept_d, "accept_d", (1,), (np.int32,), cache.devices[0], rows=1, out=False, bare=True)
+    last = cache.devices[cache.plan.placement[-1]]
+    count = operand(accept_d, "accept_d", (1,), (np.int32,), last, rows=1, out=False, bare=True)
     _call(cache, "memra_round_commit_from_device", count.ptr)
 
 

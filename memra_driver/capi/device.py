@@ -244,7 +244,7 @@ class CDev(CudaDev):
             self.c.close()
         finally:
             if self.c.is_closed:
-                for each in self._scratch:
+                for each in (*self._scratch, *filter(None, [self._count])):
                     each.close()
                 self.stream.close()
                 if self._owns_context:

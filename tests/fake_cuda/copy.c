@@ -1,7 +1,7 @@
 // Copies and fills.
 #include "fake.h"
 
-// n bytes at ptr must lie in one live allocation of `device` (-1: of any).
+// n bytes at ptr must lie in one live allocation of `device`, or one that it reaches (-1: of any).
 static CUresult check_range(struct call *call, uint64_t ptr, uint64_t n, int device, const char *side) {
     struct block *block = block_find(ptr);
     if (!block)
@@ -12,7 +12,7 @@ static CUresult check_range(struct call *call, uint64_t ptr, uint64_t n, int dev
     if (n > block->ptr + block->size - ptr)
         return fake_misuse(call, INVALID_VALUE, "%s: %llu bytes at byte %llu of an allocation of %llu bytes", side,
                            (unsigned long long)n, (unsigned long long)(ptr - block->ptr), (unsigned long long)block->size);
-    if (device >= 0 && !block->host && block->context->device != device)
+    if (device >= 0 && !(S.device[device].primary && block_reachable(block, S.device[device].primary)))
         return fake_misuse(call, INVALID_VALUE, "%s is memory of device %d, the stream is of device %d", side,
                            block->context->device, device);
     return OK;

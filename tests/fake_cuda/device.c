@@ -31,6 +31,7 @@ static const struct {
     {INVALID_SOURCE, "CUDA_ERROR_INVALID_SOURCE", "device kernel image is invalid"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE", "not possible in the present state"},
+    {PEER_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between the two devices"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -141,7 +142,7 @@ API CUresult cuDeviceGetPCIBusId(char *out, int room, CUdevice device) {
 API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
     QUERY("cuDeviceCanAccessPeer");
     if (!is_device(device) || !is_device(peer)) DONE(INVALID_DEVICE);
-    *can = device != peer;
+    *can = S.peers && device != peer;
     DONE(OK);
 }
 
@@ -149,7 +150,7 @@ API CUresult cuDeviceGetP2PAttribute(int *value, int attribute, CUdevice device,
     QUERY("cuDeviceGetP2PAttribute");
     if (!is_device(device) || !is_device(peer)) DONE(INVALID_DEVICE);
     if (device == peer) MISUSE(INVALID_VALUE, "one device");
-    *value = attribute == 2 || attribute == 3; // access, native atomics
+    *value = S.peers && (attribute == 2 || attribute == 3); // access, native atomics
     DONE(OK);
 }
 
@@ -304,6 +305,7 @@ API CUresult cuCtxEnablePeerAccess(struct context *peer, unsigned flags) {
     TRY(known_context(&call, peer));
     if (flags) MISUSE(INVALID_VALUE, "flags must be 0");
     if (peer->device == context->device) MISUSE(INVALID_DEVICE, "a device is not its own peer");
+    if (!S.peers) DONE(PEER_UNSUPPORTED);
     if (context->peer[peer->device]) DONE(PEER_ALREADY_ENABLED);
     context->peer[peer->device] = true;
     DONE(OK);

@@ -25,7 +25,7 @@ typedef uint64_t CUdeviceptr;
 enum {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201, INVALID_SOURCE = 300, INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500,
-    NOT_READY = 600,
+    NOT_READY = 600, PEER_UNSUPPORTED = 217,
     ILLEGAL_ADDRESS = 700, PEER_ALREADY_ENABLED = 704, PEER_NOT_ENABLED = 705, PRIMARY_CONTEXT_ACTIVE = 708,
     CONTEXT_IS_DESTROYED = 709, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901, CAPTURE_IMPLICIT = 906,
@@ -137,6 +137,7 @@ struct op {                 // one work item of a stream
     int dst_device, src_device; // whose memory a copy or fill may touch
     uint32_t value, width;   // OP_FILL
     bool pinned;             // OP_COPY_IN, OP_COPY_OUT: the host side is an allocation too, and must live until it runs
+    bool external;           // OP_RECORD, OP_WAIT: an event of outside the capture
     struct kernel *kernel;
     struct event *event;
     void (*function)(void *);
@@ -170,6 +171,7 @@ struct device {
 extern struct state {
     bool initialised;
     int device_count, driver_version;
+    bool peers;              // whether the devices reach each other's memory
     struct device device[MAX_DEVICES];
     char kernels[4096];      // the shared object that library_load hands out, whatever the image
     uint64_t serial, reset_serial, next_id;

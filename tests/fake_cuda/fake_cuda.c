@@ -130,6 +130,7 @@ static void set_defaults(void) {
     S.driver_version = 13020;
     S.trace_queries = false;
     queue_seed(getenv("FAKE_CUDA_DEFERRED") ? strtoull(getenv("FAKE_CUDA_DEFERRED"), NULL, 10) : 0);
+    S.peers = true;
     if (getenv("FAKE_CUDA_KERNELS")) // for a program that does not know fake_set_kernels
         snprintf(S.kernels, sizeof S.kernels, "%s", getenv("FAKE_CUDA_KERNELS"));
     for (int d = 0; d < MAX_DEVICES; d++) {
@@ -249,6 +250,7 @@ API void fake_set_trace_queries(int on) { LOCKED(S.trace_queries = on;); }
 API void fake_set_attribute(int device, int attribute, int value) {
     LOCKED(S.device[device].attribute[attribute] = value;);
 }
+API void fake_set_peers(int can) { LOCKED(S.peers = can;); }
 API void fake_set_device_count(int n) { LOCKED(S.device_count = n;); }
 API void fake_set_driver_version(int version) { LOCKED(S.driver_version = version;); }
 API void fake_set_kernels(const char *path) { LOCKED(snprintf(S.kernels, sizeof S.kernels, "%s", path);); }

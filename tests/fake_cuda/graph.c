@@ -1,6 +1,6 @@
 // Stream capture and graphs. A capturing stream keeps its work items, parameter values and all; a launch of the
-// graph runs them in that order. Copies with the host, events, waits and stream-ordered memory are not for a capture
-// here, though a driver takes some of them; only the RELAXED mode is.
+// graph runs them in that order. Copies with pageable memory, stream-ordered memory, and events but those of outside the
+// capture (the EXTERNAL flags) are not for a capture here, though a driver takes some of them; only the RELAXED mode is.
 #include "fake.h"
 
 enum { NOT_CAPTURING, CAPTURING, INVALIDATED }; // CUstreamCaptureStatus
@@ -74,8 +74,20 @@ CUresult capture_implicit(struct call *call, const struct stream *stream) {
     return code;
 }
 
+static bool is_pinned(uint64_t address) {
+    struct block *block = block_find(address);
+    return block && block->host;
+}
+
 static bool can_be_captured(const struct op *op) {
-    return op->kind == OP_COPY || op->kind == OP_FILL || op->kind == OP_LAUNCH || op->kind == OP_HOST;
+    switch (op->kind) {
+    case OP_COPY: case OP_FILL: case OP_LAUNCH: case OP_HOST: return true;
+    case OP_COPY_IN: return is_pinned(op->src);
+    case OP_COPY_OUT: return is_pinned(op->dst);
+    case OP_RECORD: case OP_WAIT: return op->external;
+    case OP_FREE: break;
+    }
+    return false;
 }
 
 CUresult capture_add(struct call *call, struct stream *stream, struct op *op) {

@@ -210,22 +210,36 @@ API CUresult cuEventDestroy_v2(struct event *event) {
     DONE(OK);
 }
 
+enum { EXTERNAL = 1 }; // of both calls: in a capture a node of the graph, outside none of its business
+
+static CUresult record(struct call *call, struct event *event, void *handle, unsigned flags) {
+    struct stream *stream;
+    CUresult code = event_resolve(call, event);
+    if (!code) code = stream_resolve(call, handle, &stream);
+    if (code) return code;
+    if (stream->context != event->context)
+        return fake_misuse(call, INVALID_HANDLE, "an event of device %d recorded on a stream of device %d",
+                           event->context->device, stream->context->device);
+    if (flags > EXTERNAL || (flags && !stream->capture)) return fake_misuse(call, INVALID_VALUE, "flags %u", flags);
+    return fake_enqueue(call, stream, &(struct op){.kind = OP_RECORD, .event = event, .external = flags == EXTERNAL});
+}
+
 API CUresult cuEventRecord(struct event *event, void *handle) {
     TRACED("cuEventRecord", .stream = (uintptr_t)handle, .src = (uintptr_t)event);
-    TRY(event_resolve(&call, event));
-    STREAM(handle);
-    if (stream->context != event->context)
-        MISUSE(INVALID_HANDLE, "an event of device %d recorded on a stream of device %d", event->context->device,
-               stream->context->device);
-    DONE(fake_enqueue(&call, stream, &(struct op){.kind = OP_RECORD, .event = event}));
+    DONE(record(&call, event, handle, 0));
+}
+
+API CUresult cuEventRecordWithFlags(struct event *event, void *handle, unsigned flags) {
+    TRACED("cuEventRecord", .stream = (uintptr_t)handle, .src = (uintptr_t)event);
+    DONE(record(&call, event, handle, flags));
 }
 
 API CUresult cuStreamWaitEvent(void *handle, struct event *event, unsigned flags) {
     TRACED("cuStreamWaitEvent", .stream = (uintptr_t)handle, .src = (uintptr_t)event);
-    if (flags) MISUSE(INVALID_VALUE, "flags %u", flags);
     TRY(event_resolve(&call, event));
     STREAM(handle);
-    DONE(fake_enqueue(&call, stream, &(struct op){.kind = OP_WAIT, .event = event}));
+    if (flags > EXTERNAL || (flags && !stream->capture)) MISUSE(INVALID_VALUE, "flags %u", flags);
+    DONE(fake_enqueue(&call, stream, &(struct op){.kind = OP_WAIT, .event = event, .external = flags == EXTERNAL}));
 }
 
 API CUresult cuEventSynchronize(struct event *event) {

@@ -2,7 +2,7 @@
 
     python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [embed] [runs]      (all five when none is named)
 
-suite: `pytest --gpu`, in shards. check: `memra-driver check`, every shape. sanitizers: the four tools of
+suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of
 compute-sanitizer over `check --small`, where every plane is an allocation of its own. embed: the same over the engine
 in C. runs: the main job on two models. The last lines are a table; the exit status is 1 where anything failed.
 """
@@ -17,18 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from gpu_results import machine, write  # noqa: E402
+import standin  # noqa: E402
+
+from memra_driver import nvrtc  # noqa: E402
+from memra_driver.device import CudaContext  # noqa: E402
+from memra_driver.inventory import machine  # noqa: E402
 
 DEVICE = "cuda:0"
 CLI = [sys.executable, "-m", "memra_driver"]
-SHARDS = 10
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
@@ -59,45 +61,11 @@ def keep(kind: str, found: dict[str, Any]) -> None:
 
 
 def suite() -> list[Line]:
-    """Every test file, in as many processes as there are shards; a file's tests stay together."""
-    from memra_driver import nvrtc
-    from memra_driver.device import CudaContext
-
+    """Every test, in as many processes as cores; gpu_results.py writes what passed."""
     begin = time.monotonic()
-    nvrtc.compile_all([CudaContext(0).arch])  # once, not in every shard
-    files = sorted(str(path) for path in TESTS.glob("test_*.py"))
-    counts: Counter[str] = Counter()
-    failures: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for shard in range(SHARDS):
-            part = Path(folder) / f"{shard}.json"
-            log = (Path(folder) / f"{shard}.log").open("w+")
-            command = [sys.executable, "-m", "pytest", "-q", "--gpu", "-p", "no:cacheprovider", *files[shard::SHARDS]]
-            env = {**os.environ, "MEMRA_GPU_PART": str(part)}
-            running.append((subprocess.Popen(command, cwd=TESTS.parent, env=env, stdout=log, stderr=log), part, log))
-        while running:
-            ended = next((each for each in running if each[0].poll() is not None), None)
-            if ended is None:
-                time.sleep(0.2)
-                continue
-            running.remove(ended)
-            process, part, log = ended
-            status = process.returncode
-            log.seek(0)
-            text = log.read()
-            print(f"{time.monotonic() - begin:6.1f} s  {last_line(text)}", flush=True)
-            if status not in (0, 5):  # 5: none of its tests is for a GPU
-                print(text[-3000:])
-            if not part.is_file():
-                failures.append(f"a shard ended with status {status} and left nothing")
-                continue
-            found = json.loads(part.read_text())
-            counts.update(found["counts"])
-            failures += found["failures"]
-    write(machine(), counts, failures)
-    said = f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
-    return [("pytest --gpu", not failures and counts["passed"] > 0, said, time.monotonic() - begin)]
+    status, text = called(sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "auto", "--durations=12")
+    print(text[-6000:])
+    return [("pytest --gpu", status == 0, last_line(text), time.monotonic() - begin)]
 
 
 def summary_of(text: str) -> dict[str, Any]:
@@ -144,7 +112,6 @@ def sanitizers() -> list[Line]:
 
 def embed() -> list[Line]:
     from memra_driver import get_cubins, get_include, native
-    from memra_driver.device import CudaContext
 
     lines, tools = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -179,6 +146,8 @@ def main(asked: list[str]) -> int:
     if unknown:
         print(f"{sorted(unknown)} are no parts; there are {list(parts)}")
         return 2
+    os.environ["MEMRA_CACHE_DIR"] = str(standin.cache_dir() / "nvrtc")  # where the suite keeps kernels too
+    nvrtc.compile_all([CudaContext(0).arch])
     lines = [line for name, part in parts.items() if not asked or name in asked for line in part()]
     print("\n" + "\n".join(f"{key}: {value}" for key, value in machine().items()))
     for what, passed, said, seconds in lines:
