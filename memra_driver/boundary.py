@@ -110,6 +110,8 @@ class Boundary(Closing):
         if isinstance(a, CudaDev) and not (self.way == "same" and same_stream(a.stream.handle, b.stream.handle)):
             self._arrived = [self._event(a) for _ in range(SLOTS)]
             self._read = [self._event(b) for _ in range(SLOTS)]
+            for event in self._read:  # before the slots exist in the order of b's stream, a's may not fill them
+                b.stream.record(event)
             self._in_order = False  # on one stream everything is in order as it is
 
     def _event(self, e: Any) -> CudaEvent:

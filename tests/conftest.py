@@ -26,6 +26,7 @@ from checks import close
 
 MARKERS = (
     "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it",
+    "at_once: leaves out an order on purpose; never in deferred mode, where that does harm",
     "not_through_c: counts what CudaDev does for itself; not run on devices of the C library",
 )
 # Files that run on CudaDevs and, in a second turn, through the C library (capi.CDev, through_c.py). Left out are those
@@ -42,7 +43,7 @@ THROUGH_C = {
 }  # fmt: skip
 
 # Files that run once more in deferred mode, where the whole run does not: what they are about is order.
-DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "stages", "threads")}
+DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "threads")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,6 +84,7 @@ def _keep_context() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elsewhere = standin_module.SANITIZED or any(metafunc.config.getoption(name) for name in ("--gpu", "--deferred"))
+    elsewhere |= any(metafunc.definition.iter_markers("at_once"))
     if metafunc.module.__name__ in DEFERRED and "make_dev" in metafunc.fixturenames and not elsewhere:
         turns = [pytest.param(False, id=pytest.HIDDEN_PARAM), pytest.param(True, id="deferred")]
         metafunc.parametrize("deferred", turns, indirect=True)
@@ -149,6 +151,8 @@ def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
         pytest.skip(reason)
     control = standin_module.load()
     control.reset()
+    if request.node.get_closest_marker("at_once"):
+        control.defer(0)
     yield control
     control.clear_failures()
     gc.collect()

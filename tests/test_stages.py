@@ -208,6 +208,7 @@ def test_a_count_reaches_each_device_once_and_nobody_waits(player: Player, stand
 
 
 @pytest.mark.standin
+@pytest.mark.at_once
 @pytest.mark.parametrize("side", ["first", "last"])
 def test_the_order_of_a_count_is_seen_to_on_both_sides(
     player: Player, standin: StandIn, monkeypatch: pytest.MonkeyPatch, side: str
