@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from caches import POLICY, attention_only, device_counters, image, put, rows_of, sequence
+from cuda.bindings import driver as cu
 from decoding import OPTIONS, TRUE, Oracle, Player, hybrid
 from standin import ENDS, Call, StandIn
 
@@ -180,8 +181,10 @@ class Stage:
 
 
 def _free(ptr: int) -> None:
-    driver.ctx_set_current(driver.pointer_get_attribute("CONTEXT", ptr))
-    driver.mem_free(ptr)
+    status, context = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT, ptr)
+    if not int(status):  # else it has gone with its context
+        cu.cuCtxSetCurrent(context)
+        driver.mem_free(ptr)
 
 
 FREES: dict[str, Callable[[Call], Any]] = {
@@ -202,6 +205,7 @@ class Sweep:
     def __init__(self, standin: StandIn) -> None:
         self.standin = standin
         self.points = 0
+        standin.clear_trace()
         self.balance: collections.Counter[str] = collections.Counter()
 
     def calls_of(self, run: Run) -> list[str]:
@@ -267,7 +271,6 @@ def sweep(stage: Stage, prepare: Callable[[Stage], Run], *, several: bool = Fals
     """
     standin = stage.standin
     standin.trace_queries()
-    standin.clear_trace()
     each = Sweep(standin)
     for _ in range(2):  # the first time the device makes scratch and tables, which it keeps
         stage.begin()

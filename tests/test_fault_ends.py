@@ -19,6 +19,7 @@ from through_c import is_through_c
 
 from memra_driver import capi, driver
 from memra_driver.batch import CacheBatch
+from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache, CacheState
 from memra_driver.device import CudaContext, CudaEvent, CudaStream
 from memra_driver.errors import DriverError, DriverOutOfMemory, MemraError, OutOfMemory
@@ -94,7 +95,6 @@ def test_each_call_of_the_birth_and_the_end_of_a_cache(
         standin.set_attribute(ordinal, 115, int(pools))
     stage = Stage(make_dev, standin, devices=2, arena=arena)
     standin.trace_queries()
-    standin.clear_trace()
     born = lambda: CACHES[name](stage.devices)  # noqa: E731
     count("fault points", births(standin, born))
     count("fault points", ends(standin, born))
@@ -118,7 +118,6 @@ def test_each_call_of_the_birth_and_the_end_of_a_cache_of_the_library(
             library().call("memra_cache_free", cache)
 
     standin.trace_queries()
-    standin.clear_trace()
     count("fault points", births(standin, Made))
     count("fault points", ends(standin, Made))
     standin.trace_queries(False)
@@ -178,11 +177,22 @@ def test_each_call_of_the_end_of(make_dev: MakeDev, standin: StandIn, count: Any
         capi.device.library_device(stage.e)
     stage.begin()
     standin.trace_queries()
-    standin.clear_trace()
     count("fault points", ends(standin, OWNED[name](stage)))
     standin.trace_queries(False)
     stage.end()
     stage.close()
+
+
+@pytest.mark.parametrize("way", ["same", "peer", "staged"])
+def test_each_call_of_the_birth_and_the_end_of_a_boundary(
+    make_dev: MakeDev, standin: StandIn, count: Any, way: str
+) -> None:
+    devices = make_dev("cuda", 0), make_dev("cuda", 0 if way == "same" else 1)
+    standin.set_peers(way == "peer")
+    standin.trace_queries()
+    count("fault points", births(standin, lambda: Boundary(*devices, 8, 4)))
+    count("fault points", ends(standin, lambda: Boundary(*devices, 8, 4)))
+    standin.trace_queries(False)
 
 
 # Devices
@@ -203,7 +213,6 @@ DEVICES: dict[str, Callable[[Any], Any]] = {
 def test_each_call_of_the_birth_and_the_end_of_a(standin: StandIn, c_library: Any, count: Any, name: str) -> None:
     with CudaContext(0) as context:
         standin.trace_queries()
-        standin.clear_trace()
         born = lambda: DEVICES[name](context)  # noqa: E731
         count("fault points", births(standin, born))
         count("fault points", ends(standin, born))
@@ -229,7 +238,6 @@ def test_each_call_of_the_end_of_a_device_that_has_worked(
 
     with CudaContext(0):
         standin.trace_queries()
-        standin.clear_trace()
         count("fault points", ends(standin, born))
         standin.trace_queries(False)
 
@@ -239,7 +247,6 @@ def test_each_call_that_loads_kernels(standin: StandIn, c_library: Any, count: A
     made = CudaDev if kind == "CudaDev" else capi.CDev
     each = Sweep(standin)
     standin.trace_queries()
-    standin.clear_trace()
     with CudaContext(0):
         with made(0) as e:
             calls = each.calls_of(e.kernels.load_all)

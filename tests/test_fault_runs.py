@@ -50,7 +50,7 @@ def opened(s: Stage, end: Callable[[Round], Any], rows: int = 3) -> Run:
 
 
 def from_device(s: Stage, accept: int) -> Run:
-    count = s.e.htod_i32([accept])
+    count = s.devices[-1].htod_i32([accept])
     s.keep.append(count)
     return opened(s, lambda r: r.commit_from_device(count))
 
@@ -121,6 +121,8 @@ CHANGES: dict[str, Prepare] = {
     "commit all": lambda s: opened(s, lambda r: r.commit(3)),
     "commit some": lambda s: opened(s, lambda r: r.commit(2)),
     "commit none": lambda s: opened(s, lambda r: r.commit(0)),
+    "commit_from_device": lambda s: from_device(s, 2),
+    "settle": unsettled,
     "reject": lambda s: opened(s, lambda r: r.reject()),
     "prepare_replay": lambda s: (swapped(s, 2), lambda: s.cache.prepare_replay(s.e))[1],
     "prepare_replay at home": lambda s: lambda: s.cache.prepare_replay(s.e),
@@ -190,8 +192,6 @@ def uploaded(s: Stage) -> Run:
 
 
 ALONE: dict[str, Prepare] = {
-    "commit_from_device": lambda s: from_device(s, 2),
-    "settle": unsettled,
     "capture": lambda s: kept(s, steps(s)),
     "capture of a round": lambda s: kept(s, rounds(s)),
     "capture of two": lambda s: kept(s, steps(s, [s.cache, s.mate()])),
