@@ -190,6 +190,7 @@ def _free(ptr: int) -> None:
 FREES: dict[str, Callable[[Call], Any]] = {
     "cuMemFreeAsync": lambda call: _free(call.src),
     "cuMemFree": lambda call: _free(call.src),
+    "cuMemFreeHost": lambda call: driver.mem_free_host(call.src),
     "cuStreamDestroy": lambda call: driver.stream_destroy(call.stream),
     "cuEventDestroy": lambda call: driver.event_destroy(call.src),
     "cuGraphDestroy": lambda call: driver.graph_destroy(call.src),

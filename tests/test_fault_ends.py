@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from caches import POLICY
+from caches import POLICY, put, rows_of
 from cplan import CASES, SPREAD, library, new_cache
 from decoding import OPTIONS, TRUE, Lane, hybrid
 from fault_runs import CODE, Quick, Stage, Sweep
@@ -187,12 +187,44 @@ def test_each_call_of_the_end_of(make_dev: MakeDev, standin: StandIn, count: Any
 def test_each_call_of_the_birth_and_the_end_of_a_boundary(
     make_dev: MakeDev, standin: StandIn, count: Any, way: str
 ) -> None:
-    devices = make_dev("cuda", 0), make_dev("cuda", 0 if way == "same" else 1)
-    standin.set_peers(way == "peer")
+    devices = gpus(make_dev, standin, way)
     standin.trace_queries()
     count("fault points", births(standin, lambda: Boundary(*devices, 8, 4)))
     count("fault points", ends(standin, lambda: Boundary(*devices, 8, 4)))
     standin.trace_queries(False)
+
+
+def gpus(make_dev: MakeDev, standin: StandIn, way: str) -> tuple[Any, Any]:
+    standin.set_peers(way == "peer")
+    return make_dev("cuda", 0), make_dev("cuda", 0 if way == "same" else 1)
+
+
+@pytest.mark.parametrize("way", ["same", "peer", "staged"])
+def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, count: Any, way: str) -> None:
+    """A send, a receive or a release that fails is made again, and the rows arrive."""
+    a, b = gpus(make_dev, standin, way)
+    each = Sweep(standin)
+    with Boundary(a, b, 8, 4) as boundary:
+        for number, ending in enumerate([None, "send", "receive", "release"]):
+            source = put(a, rows_of(number, 0, "x", 0, 3, 8))
+            calls = {
+                "send": partial(boundary.send, source), "receive": boundary.receive, "release": boundary.release,
+            }  # fmt: skip
+            if ending is None:
+                standin.trace_queries()
+                names = {name: each.calls_of(call) for name, call in calls.items()}
+                standin.trace_queries(False)
+                continue
+            for nth in range(1, len(names[ending]) + 1):
+                for name, call in calls.items():
+                    if name == ending:
+                        standin.trace_queries()
+                        each.fail(nth, names[name], call)
+                        standin.trace_queries(False)
+                    given = call()
+                    if name == "receive":
+                        assert given.to_numpy().tobytes() == source.to_numpy().tobytes()
+    count("fault points", each.points)
 
 
 # Devices
