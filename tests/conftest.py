@@ -60,13 +60,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
-    if not hasattr(config, "workerinput") and not config.getoption("--seed"):  # processes of xdist get this one's
-        config.option.seed = 1 + secrets.randbits(31)
+    drawn = 1 + secrets.randbits(31)
+    config.option.seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed") or drawn)
     if config.getoption("--deferred"):
         os.environ["FAKE_CUDA_DEFERRED"] = str(config.getoption("--deferred"))  # programs that tests start see it, too
     if config.getoption("--gpu"):
         _keep_context()
         config.pluginmanager.register(gpu_results.GpuResults())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A process of xdist gets the seed that is printed at the end."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def _keep_context() -> None:
