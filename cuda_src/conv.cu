@@ -2,9 +2,9 @@
 //
 // Its state is a ring of the last d_conv - 1 raw inputs per channel: conv_state (conv_dim, d_conv - 1),
 // column 0 the oldest. d_conv is 1 to 8.
-#include "device.cuh"
+#include "gdn.cuh"
 
-#define TAPS 8
+#define TAPS MEMRA_TAPS
 #define ROWS 16  // rows of one channel that a thread walks; at least the longest ring
 
 // x, out (n_seqs, rows, conv_dim); w (conv_dim, d_conv), w[0] times the oldest input; out has SiLU applied.
@@ -48,17 +48,9 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
 #pragma unroll
             for (int i = 0; i < TAPS - 1; i++) window[i] = window[i + 1];
             window[TAPS - 1] = newest;
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < TAPS; i++) sum = i >= skip ? __fmaf_rn(window[i], weight[i], sum) : sum;
-            out[(start + r) * conv_dim + c] = __fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum)));
+            out[(start + r) * conv_dim + c] = memra_convolve(window, weight, skip);
         }
-        if (start == 0 && !tape) {
-            // Ascending, so a column is read before it is overwritten (rows >= 1).
-            for (int j = 0; j < pad; j++) {
-                ring[j] = rows + j < pad ? ring[rows + j] : x[(long long)(rows - pad + j) * conv_dim + c];
-            }
-        }
+        if (start == 0 && !tape) memra_roll(ring, x + c, rows, conv_dim, pad);
     }
     if (__any_sync(MEMRA_ALL_LANES, bad != 0)) {
         const long long first = memra_slot(pos_d, slot) + start;
@@ -70,16 +62,23 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
 MEMRA_EXPORT(conv_update)
 
 // The ring after the first `accept` rows of x (rows, conv_dim) on top of ring_old, which may be conv_state itself.
+// Of n_layers at once: x and the rings of the next begin x_apart and ring_apart elements further. layer: of the first.
 extern "C" __global__ void __launch_bounds__(128) conv_ring_rebuild(
         const float* x, const float* ring_old, float* conv_state, const int* accept_d, int accept,
-        int rows, int conv_dim, int d_conv, memra_health* health, int layer) {
+        int rows, int conv_dim, int d_conv, int n_layers, long long x_apart, long long ring_apart,
+        memra_health* health, int layer) {
     const int taken = accept_d ? *accept_d : accept;
     if (taken < 0 || taken > rows) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, (unsigned)n_layers);
         return;
     }
-    const int c = (int)(blockIdx.x * blockDim.x + threadIdx.x), pad = d_conv - 1;
-    if (c >= conv_dim) return;
+    const int channel_blocks = (conv_dim + 127) / 128, which = (int)(blockIdx.x / channel_blocks), pad = d_conv - 1;
+    const int c = (int)(blockIdx.x % channel_blocks) * 128 + (int)threadIdx.x;
+    if (c >= conv_dim || which >= n_layers) return;
+    x += which * x_apart;
+    ring_old += which * ring_apart;
+    conv_state += which * ring_apart;
     // Ascending, so a column is read before it is overwritten.
     for (int j = 0; j < pad; j++) {
         conv_state[(long long)c * pad + j] = taken + j < pad ? ring_old[(long long)c * pad + taken + j]

@@ -47,6 +47,29 @@ __device__ inline float memra_max(float a, float b) {
 #endif
 }
 
+// 1/x, rounded once, where x and 1/x are normal numbers.
+__device__ inline float memra_reciprocal(float x) {
+#if MEMRA_PTX
+    float guess;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(x));
+    return __fmaf_rn(guess, __fmaf_rn(-x, guess, 1.0f), guess);
+#else
+    return 1.0f / x;
+#endif
+}
+
+// Byte i of the result is byte (select >> 4 * i & 7) of a, 0 .. 3, and b, 4 .. 7.
+__device__ inline uint32_t memra_bytes(uint32_t a, uint32_t b, uint32_t select) {
+#if MEMRA_PTX
+    return __byte_perm(a, b, select);
+#else
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t found = 0;
+    for (int i = 0; i < 4; i++) found |= (uint32_t)(both >> 8 * (select >> 4 * i & 7u) & 255u) << 8 * i;
+    return found;
+#endif
+}
+
 // f32 -> f16 bits, half to even, overflow to infinity, every NaN to 0x7FFF.
 __device__ inline uint16_t memra_to_f16(float x) {
 #if MEMRA_PTX
@@ -105,6 +128,54 @@ __device__ inline float memra_from_e4m3(uint8_t code) {
     const uint32_t sign = (uint32_t)(code & 0x80u) << 24, magnitude = code & 0x7Fu;
     if (magnitude == 0x7Fu) return __uint_as_float(0x7FFFFFFFu);
     return __uint_as_float(sign | __float_as_uint(__fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f)));  // exact
+}
+
+// Asks for the memory at an address, which is read soon.
+__device__ inline void memra_prefetch(const void* at) {
+#if MEMRA_PTX
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
+#else
+    (void)at;
+#endif
+}
+
+// f32 of global memory. Of an address out of a table the compiler would not know that it is one of global memory.
+__device__ inline float memra_read(const float* at) {
+#if MEMRA_PTX
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+    return x;
+#else
+    return *at;
+#endif
+}
+
+__device__ inline float4 memra_read4(const float* at) {  // at a multiple of 16 bytes
+#if MEMRA_PTX
+    float4 x;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
+    return x;
+#else
+    return *(const float4*)at;
+#endif
+}
+
+__device__ inline void memra_write(float* at, float x) {
+#if MEMRA_PTX
+    asm volatile("st.global.f32 [%0], %1;" : : "l"(at), "f"(x) : "memory");
+#else
+    *at = x;
+#endif
+}
+
+__device__ inline void memra_write4(float* at, float4 x) {
+#if MEMRA_PTX
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 : : "l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+#else
+    *(float4*)at = x;
+#endif
 }
 
 // Warp reductions by butterfly, 16, 8, 4, 2, 1 apart: every lane gets the same bits.

@@ -3,10 +3,7 @@
 // conv_out (rows, conv_dim) holds q (num_k heads), k (num_k heads), v (num_v heads) of state_size each.
 // Value head h takes key head h mod num_k. A block makes one value head of one row: warp 0 q, warp 1 k
 // (both scaled to length 1), warp 2 v, warp 3 the gates.
-#include "device.cuh"
-
-static __device__ float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
-static __device__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+#include "gdn.cuh"
 
 // q, k, v (n_seqs, rows, num_v, state_size); alpha, beta_raw, g_log, beta (n_seqs, rows, num_v); dt_bias, a (num_v).
 extern "C" __global__ void __launch_bounds__(128) gdn_prep(
@@ -28,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
     if (warp == 3) {
         if (lane != 0) return;
         const float step = alpha[head], raw = beta_raw[head];
-        g_log[head] = __fmul_rn(a[vh], softplus(__fadd_rn(step, dt_bias[vh])));
-        beta[head] = sigmoid(raw);
+        g_log[head] = __fmul_rn(a[vh], memra_softplus(__fadd_rn(step, dt_bias[vh])));
+        beta[head] = memra_sigmoid(raw);
         const bool bad_step = !memra_finite(step) || !memra_finite(dt_bias[vh]) || !memra_finite(a[vh]);
         const unsigned bad = (bad_step ? 1u : 0u) + (memra_finite(raw) ? 0u : 1u);
         if (bad) memra_report(health, MEMRA_FAULT_NONFINITE, layer, at, bad);
@@ -41,12 +38,7 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
     const float* x = conv_out + row * conv_dim + offset;
     float* out = (warp == 0 ? q : warp == 1 ? k : v) + head * state_size;
 
-    float scale = 1.0f;
-    if (warp != 2) {
-        float sum = 0.0f;
-        for (int i = lane; i < state_size; i += 32) sum = __fmaf_rn(x[i], x[i], sum);
-        scale = rsqrtf(__fadd_rn(memra_warp_sum(sum), eps));
-    }
+    const float scale = warp == 2 ? 1.0f : memra_inverse_length(x, state_size, eps);
     const bool counted = warp == 2 || vh < num_k;  // a shared key head counts once
     for (int i = lane; i < state_size; i += 32) {
         out[i] = warp == 2 ? x[i] : __fmul_rn(x[i], scale);

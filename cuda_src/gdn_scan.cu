@@ -2,84 +2,137 @@
 //
 // Per row and head, with S (state_size columns, state_size rows) and g = exp(g_log):
 //   kv = S k;  dl = beta (v - g kv);  S = g S + dl k^T;  out = scale S q
-// A warp owns one column of S, lane l its rows l, l + 32, ..., in registers from the first row to the
-// last: state_in may be state_out, and T rows in one launch give the bits of T launches.
-#include "device.cuh"
+// A warp holds its columns of S in registers from the first row to the last: state_in may be state_out, and T rows in
+// one launch give the bits of T launches.
+#include "gdn.cuh"
 
-template <int R>  // state_size / 32
-static __device__ void scan(const float* q, const float* k, const float* v, const float* g_log, const float* beta,
-                            const float* state_in, float* state_out, float* out, float* tape, int rows, int taken,
-                            int num_v, float scale, const memra_seq* seqs, int n_seqs) {
-    const int size = R * 32, column_blocks = size / (int)blockDim.y;
-    const int lane = threadIdx.x;
-    const int column = (int)(blockIdx.x % column_blocks * blockDim.y + threadIdx.y);
-    const int head = (int)(blockIdx.x / column_blocks % num_v), seq = (int)(blockIdx.x / column_blocks / num_v);
-    if (seq >= n_seqs) return;
-    if (seqs) state_in = state_out = (float*)seqs[seq].ssm_state;
-    const long long gates = (long long)rows * num_v, vectors = gates * size;  // elements of one operand, one sequence
-    const long long base = ((long long)head * size + column) * size + lane;
-    float s[R];
+#define COLUMNS 32  // of a head's state, per block
+#define WARPS 4
+
+struct Scan {
+    const float *q, *k, *v, *g_log, *beta, *state_in;
+    float *state_out, *out, *tape;
+    int rows, taken, num_v;
+    float scale;
+    const memra_seq* seqs;
+    int n_seqs;
+};
+
+static __device__ inline float4 load4(const float* at, bool aligned) {
+    return aligned ? *(const float4*)at : make_float4(at[0], at[1], at[2], at[3]);
+}
+
+static __device__ inline void store4(float* at, float4 x) {
+    at[0] = x.x, at[1] = x.y, at[2] = x.z, at[3] = x.w;
+}
+
+// Columns first .. first + 4 G - 1 of a head. The states lie at multiples of 16 bytes, the operands anywhere.
+template <int R, int G>  // state_size / 32; groups of four columns, eight lanes to a column
+static __device__ inline void scan_columns(const Scan& p, const float* state_in, float* state_out, long long seq,
+                                           int head, int first) {
+    const int size = R * 32, lane = (int)threadIdx.x & 7, column = first + ((int)threadIdx.x >> 3);
+    const long long gates = (long long)p.rows * p.num_v, vectors = gates * size;  // of one operand, one sequence
+    const long long state = ((long long)head * size + column) * size + 4 * lane;
+    const bool aligned = (((unsigned long long)p.q | (unsigned long long)p.k) & 15) == 0;
+    float4 s[G][R];
 #pragma unroll
-    for (int r = 0; r < R; r++) s[r] = state_in[base + r * 32];
-
-    for (int t = 0; t < taken; t++) {
-        const long long gate = seq * gates + (long long)t * num_v + head, at = gate * size;
-        float key[R], query[R];
+    for (int i = 0; i < G; i++) {
+#pragma unroll
+        for (int r = 0; r < R; r++) s[i][r] = memra_read4(state_in + state + i * 4 * size + r * 32);
+    }
+    // One row of operands; a state of 256 leaves no registers for k and q, which are then read where they are used.
+    constexpr int HELD = R < 8 ? R : 1;
+    float4 held_key[HELD], held_query[HELD];
+    float g_log = 0.0f, beta = 0.0f, v[G] = {};
+    auto row_of = [&](int t) { return seq * gates + (long long)t * p.num_v + head; };
+    auto read = [&](const float* x, int t, int r) { return load4(x + row_of(t) * size + r * 32 + 4 * lane, aligned); };
+    auto fetch = [&](int t) {
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            key[r] = k[at + r * 32 + lane];
-            query[r] = q[at + r * 32 + lane];
+            if (R < 8) held_key[r % HELD] = read(p.k, t, r), held_query[r % HELD] = read(p.q, t, r);
         }
-        if (tape) {
+        g_log = p.g_log[row_of(t)];
+        beta = p.beta[row_of(t)];
 #pragma unroll
-            for (int r = 0; r < R; r++) {
-                if (column != r) continue;  // the warps of the first R columns share q and k
-                tape[at + r * 32 + lane] = query[r];
-                tape[vectors + at + r * 32 + lane] = key[r];
+        for (int i = 0; i < G; i++) v[i] = p.v[row_of(t) * size + column + 4 * i];
+    };
+    if (p.taken > 0) fetch(0);
+    for (int t = 1 + (int)threadIdx.y; t < p.taken && t < 16; t += WARPS) {  // the first rows at least are on their way
+        if (lane == 0) memra_prefetch(p.v + row_of(t) * size + column);
+        if (threadIdx.x < R) memra_prefetch(p.k + row_of(t) * size + 32 * threadIdx.x);
+        if (threadIdx.x < R) memra_prefetch(p.q + row_of(t) * size + 32 * threadIdx.x);
+        if (threadIdx.x < 2) memra_prefetch((threadIdx.x ? p.beta : p.g_log) + row_of(t));
+    }
+
+#pragma unroll 1
+    for (int t = 0; t < p.taken; t++) {
+        const long long gate = row_of(t), at = gate * size;
+        auto key = [&](int r) { return R < 8 ? held_key[r % HELD] : read(p.k, t, r); };
+        auto query = [&](int r) { return R < 8 ? held_query[r % HELD] : read(p.q, t, r); };
+        if (p.tape) {
+            if (column < 2) {  // lanes of the first two columns keep what all columns share
+#pragma unroll
+                for (int r = 0; r < R; r++) {
+                    store4(p.tape + column * vectors + at + r * 32 + 4 * lane, column ? key(r) : query(r));
+                }
+                if (lane == 0) p.tape[3 * vectors + column * gates + gate] = column ? beta : g_log;
             }
-            if (lane == 0) tape[2 * vectors + at + column] = v[at + column];
-            if (lane == 0 && column == 0) {
-                tape[3 * vectors + gate] = g_log[gate];
-                tape[3 * vectors + gates + gate] = beta[gate];
+#pragma unroll
+            for (int i = 0; i < G; i++) {
+                if (lane == 0) p.tape[2 * vectors + at + column + 4 * i] = v[i];
             }
         }
-        const float g = expf(g_log[gate]);
-        float kv = 0.0f;
+        const float g = expf(g_log);
+        float4 sum[G];
 #pragma unroll
-        for (int r = 0; r < R; r++) kv = __fmaf_rn(s[r], key[r], kv);
-        kv = memra_warp_sum(kv);
-        const float dl = __fmul_rn(beta[gate], __fmaf_rn(-g, kv, v[at + column]));
-        float sum = 0.0f;
+        for (int i = 0; i < G; i++) sum[i] = memra_delta_row<R>(s[i], key, query, g, beta, v[i], lane);
+        if (t + 1 < p.taken) fetch(t + 1);  // while the sums go round
+        if (p.out) {
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            s[r] = __fmaf_rn(g, s[r], __fmul_rn(key[r], dl));
-            sum = __fmaf_rn(s[r], query[r], sum);
-        }
-        if (out) {
-            sum = memra_warp_sum(sum);
-            if (lane == 0) out[at + column] = __fmul_rn(sum, scale);
+            for (int i = 0; i < G; i++) {
+                const float total = memra_column_sum(sum[i], lane);
+                if (lane == 0) p.out[at + column + 4 * i] = __fmul_rn(total, p.scale);
+            }
         }
     }
 #pragma unroll
-    for (int r = 0; r < R; r++) state_out[base + r * 32] = s[r];
+    for (int i = 0; i < G; i++) {
+#pragma unroll
+        for (int r = 0; r < R; r++) memra_write4(state_out + state + i * 4 * size + r * 32, s[i][r]);
+    }
+}
+
+template <int R, int G>
+static __device__ inline void scan(const Scan& p) {
+    const unsigned head_of_all = blockIdx.x / R, seq = p.n_seqs == 1 ? 0 : head_of_all / (unsigned)p.num_v;
+    if (seq >= (unsigned)p.n_seqs) return;
+    const int head = (int)(head_of_all - seq * p.num_v);
+    float* const in_place = p.seqs ? (float*)p.seqs[seq].ssm_state : nullptr;
+    const int first = (int)(blockIdx.x % R) * COLUMNS + (int)threadIdx.y * (COLUMNS / WARPS);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / WARPS; i += 4 * G) {
+        const float* before = in_place ? in_place : p.state_in;
+        scan_columns<R, G>(p, before, in_place ? in_place : p.state_out, seq, head, first + i);
+    }
 }
 
 // q, k, v, out (n_seqs, rows, num_v, state_size); g_log, beta (n_seqs, rows, num_v); out may be null. state_size is 32,
 // 64, 128 or 256. accept_d not null: only that many rows are taken, and a count outside 0 .. rows writes nothing.
 // tape not null: q, k, v, g_log, beta of this launch are copied there, one behind the other.
-extern "C" __global__ void __launch_bounds__(128) gdn_scan(
+extern "C" __global__ void __launch_bounds__(128, 5) gdn_scan(
         const float* q, const float* k, const float* v, const float* g_log, const float* beta,
         const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows, int num_v,
         int state_size, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     const int taken = accept_d ? *accept_d : rows;
     if (taken < 0 || taken > rows) {
-        if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
+        const bool is_first = blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0;
+        if (is_first) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
         return;
     }
-#define SCAN(R) scan<R>(q, k, v, g_log, beta, state_in, state_out, out, tape, rows, taken, num_v, scale, seqs, n_seqs)
-    if (state_size == 32) SCAN(1);
-    if (state_size == 64) SCAN(2);
-    if (state_size == 128) SCAN(4);
-    if (state_size == 256) SCAN(8);
+    const Scan p = {q, k, v, g_log, beta, state_in, state_out, out, tape, rows, taken, num_v, scale, seqs, n_seqs};
+    if (state_size == 32) scan<1, 2>(p);
+    if (state_size == 64) scan<2, 2>(p);
+    if (state_size == 128) scan<4, 2>(p);
+    if (state_size == 256) scan<8, 1>(p);
 }
 MEMRA_EXPORT(gdn_scan)

@@ -331,6 +331,10 @@ MEMRA_API int memra_gdn_prep(
 MEMRA_API int memra_gdn_scan(
     memra_cache *cache, int32_t il, int64_t rows, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta,
     uint64_t out, float scale);
+/* conv_update, gdn_prep and gdn_scan in one launch, with their bits; it counts as the layer's conv and scan. */
+MEMRA_API int memra_recur_step(
+    memra_cache *cache, int32_t il, int64_t rows, uint64_t x, uint64_t w, uint64_t alpha, uint64_t beta_raw,
+    uint64_t dt_bias, uint64_t a, uint64_t out, float eps, float scale);
 MEMRA_API int memra_tap_write(memra_cache *cache, int32_t il, int64_t rows, uint64_t residual);
 /* Ends the step: pos += rows. With no step open it moves pos alone. */
 MEMRA_API int memra_advance(memra_cache *cache, int64_t rows);
@@ -395,15 +399,17 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *
  * An entry's parameters are those of its function behind `device`: uint64_t is a pointer, int64_t a long long.
  * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs
- * 1 without one. A grid is one-dimensional, and one of no blocks is not launched; a / b rounds up here, a // b down.
+ * 1 without one. A grid is one-dimensional but for recur_step's; one of no blocks is not launched. a / b rounds up here,
+ * a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
- *   append_kv          n_seqs * rows * ((kv_dim_k + kv_dim_v) // 32) / 8                      256       0
+ *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 16 : 32))                          128       0
  *   dequant_kv         rows * ((kv_dim_k + kv_dim_v) // 32) / 8                               256       0
  *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
- *   conv_ring_rebuild  conv_dim / 128                                                         128       0
+ *   conv_ring_rebuild  n_layers * (conv_dim / 128)                                            128       0
  *   gdn_prep           n_seqs * rows * num_v                                                  32 x 4    0
- *   gdn_scan           n_seqs * num_v * (state_size // 4)                                     32 x 4    0
+ *   gdn_scan           n_seqs * num_v * (state_size // 32)                                    32 x 4    0
+ *   recur_step_N       (blocks, num_k, n_seqs)                                                256       D
  *   set_counters       1                                                                      128       0
  *   commit_counters    1                                                                      128       0
  *   advance_batch      n_seqs / 128                                                           128       0
@@ -413,8 +419,16 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   attend_W_wide      n_seqs * (rows * gqa / 32) * n_head_kv * 132                           128       S(32)
  *   attend_combine     n_seqs * rows * n_head                                               head_dim_v  0
  *
- * W is the least of 64, 128, 192, 256, 512 that head_dim_v does not exceed; wide entries go up to 256. gqa is n_head //
- * n_head_kv. S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
+ * N is state_size: 32, 64, 128 or 256. The states of gdn_scan and recur_step lie at multiples of 16 bytes. `blocks` of
+ * recur_step share a key head, and have `columns` columns each of the states that read it: no result depends on the two.
+ * columns, at most 512, divides state_size into multiples of 32 or is a multiple of it; blocks is (num_v / num_k) *
+ * state_size / columns, or 1. D = 4 * (min(rows, 8) * (2 * state_size + columns) + 16 * max(1, columns // state_size)
+ * + (blocks > 1 ? 2 * state_size * (d_conv - 1) : 0)) bytes. Launches of recur_step out of one loaded cubin must not
+ * run at the same time.
+ *
+ * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
+ * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
+ * S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
  * + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
  */
 MEMRA_API int memra_launch_append_kv(
@@ -432,7 +446,8 @@ MEMRA_API int memra_launch_conv_update(
     int32_t layer);
 MEMRA_API int memra_launch_conv_ring_rebuild(
     memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
-    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer);
+    int32_t rows, int32_t conv_dim, int32_t d_conv, int32_t n_layers, int64_t x_apart, int64_t ring_apart,
+    uint64_t health, int32_t layer);
 MEMRA_API int memra_launch_gdn_prep(
     memra_device *device, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
     uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,
@@ -442,6 +457,14 @@ MEMRA_API int memra_launch_gdn_scan(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
     uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
     int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_recur_step(
+    memra_device *device, uint64_t x, uint64_t w, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
+    uint64_t conv_state, uint64_t state_in, uint64_t state_out, uint64_t out, uint64_t tape, uint64_t pos_d,
+    int64_t slot, int32_t rows, int32_t d_conv, int32_t num_k, int32_t num_v, int32_t state_size, int32_t columns,
+    int32_t blocks, float eps, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
+/* columns and blocks for memra_launch_recur_step that keep a whole GPU busy. */
+MEMRA_API int memra_recur_split(
+    int32_t n_seqs, int32_t num_k, int32_t num_v, int32_t state_size, int32_t *columns, int32_t *blocks);
 MEMRA_API int memra_launch_set_counters(
     memra_device *device, uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo,
     int64_t b_hi, uint64_t health, int32_t layer);

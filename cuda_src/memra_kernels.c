@@ -8,9 +8,16 @@
 
 enum {
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8, /* CUfunction_attribute */
+    APPEND_TILE = 16,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes: */
+    APPEND_MANY = 1 << 15,             /* twice as many where there are so many */
     CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
     COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
-    SCAN_WARPS = 4,                    /* columns of the state per block of gdn_scan, one warp each */
+    SCAN_COLUMNS = 32,                 /* of a head's state, per block of gdn_scan */
+    RECUR_ROWS = 8,                    /* rows that a block of recur_step has in shared memory at a time */
+    RECUR_COLUMNS = 512,               /* of the states that read one key head, which a block takes at a time */
+    RECUR_BLOCKS = 132,                /* that recur_step is to have, where there are enough columns */
+    RECUR_TICKETS = 4096,              /* key heads that several blocks of one launch may share */
+    RECUR_MOST = 65535,                /* sequences, and key heads: the second and third dimension of a grid */
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
@@ -21,7 +28,8 @@ enum {
 };
 
 const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
-    "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "set_counters",
+    "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "recur_step_32",
+    "recur_step_64", "recur_step_128", "recur_step_256", "set_counters",
     "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
     "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide", "attend_combine",
 };
@@ -32,9 +40,10 @@ static bool is_attend(enum memra_kernel k) {
 
 /* A kernel's parameters in order: p a pointer, l a long long, i an int, f a float. */
 static const char *params_of(enum memra_kernel k) {
+#define RECUR "ppppppppppppliiiiiiiffpipi"
     static const char *const params[] = {
-        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiipi", "pppppppppppliiiifpipi",
-        "ppppppppppiiifpipi", "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
+        "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiiillpi", "pppppppppppliiiifpipi",
+        "ppppppppppiiifpipi", RECUR, RECUR, RECUR, RECUR, "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
     };
     if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiipipi";
     return is_attend(k) ? "ppppliliiiilliifippipi" : params[k];
@@ -86,6 +95,7 @@ typedef struct launch_shape {
     int64_t blocks;
     unsigned x, y;  /* threads of a block */
     unsigned shared_bytes;
+    unsigned grid_y, grid_z;  /* 0: the grid is a line */
 } launch_shape;
 
 static int launch(memra_device *device, enum memra_kernel k, launch_shape shape, void **params) {
@@ -97,17 +107,18 @@ static int launch(memra_device *device, enum memra_kernel k, launch_shape shape,
         return memra_fail(MEMRA_ERR_CAPACITY, "%s: more blocks than a grid has, %d; launch fewer rows", name,
                           INT32_MAX);
     if (!shape.blocks) return MEMRA_OK;
+    const unsigned y = shape.grid_y ? shape.grid_y : 1, z = shape.grid_z ? shape.grid_z : 1;
     const unsigned blocks = (unsigned)shape.blocks;
-    const CUresult code = memra_cu.cuLaunchKernel(device->kernels[k], blocks, 1, 1, shape.x, shape.y, 1,
+    const CUresult code = memra_cu.cuLaunchKernel(device->kernels[k], blocks, y, z, shape.x, shape.y, 1,
                                                   shape.shared_bytes, device->stream, params, NULL);
     if (!code) return MEMRA_OK;
     char call[128];
-    snprintf(call, sizeof call, "cuLaunchKernel(%s, grid (%u, 1, 1), block (%u, %u, 1))", name, blocks, shape.x,
+    snprintf(call, sizeof call, "cuLaunchKernel(%s, grid (%u, %u, %u), block (%u, %u, 1))", name, blocks, y, z, shape.x,
              shape.y);
     return memra_fail_driver(call, code);
 }
 
-#define LINE(blocks, threads) ((launch_shape){blocks, threads, 1, 0})
+#define LINE(blocks, threads) ((launch_shape){blocks, threads, 1, 0, 0, 0})
 #define LAUNCH(k, shape, ...) return launch(device, k, shape, (void *[]){__VA_ARGS__})
 
 /* ---- One function a kernel, parameters and all in the order of memra_api.h ---- */
@@ -117,10 +128,11 @@ int memra_launch_append_kv(
     int64_t slot, int32_t rows, int32_t len, int64_t max_ctx, int32_t kv_dim_k, int32_t kv_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const int64_t groups = times(times(n_seqs, rows), ((int64_t)kv_dim_k + kv_dim_v) / MEMRA_BLOCK);
-    LAUNCH(MEMRA_K_APPEND_KV, LINE(parts(groups, 8), 256), &k_rows, &v_rows, &k, &v, &len_d, &pos_d, &slot, &rows, &len,
-           &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &seqs, &n_seqs, &health,
-           &layer);
+    const int64_t blocks = times(rows, (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / MEMRA_BLOCK);
+    const int64_t tile = times(n_seqs, blocks) < APPEND_MANY ? APPEND_TILE : 2 * APPEND_TILE;
+    LAUNCH(MEMRA_K_APPEND_KV, LINE(times(n_seqs, parts(blocks, tile)), 128), &k_rows, &v_rows, &k, &v, &len_d,
+           &pos_d, &slot, &rows, &len, &max_ctx, &kv_dim_k, &kv_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format,
+           &seqs, &n_seqs, &health, &layer);
 }
 
 int memra_launch_dequant_kv(
@@ -143,9 +155,10 @@ int memra_launch_conv_update(
 
 int memra_launch_conv_ring_rebuild(
     memra_device *device, uint64_t x, uint64_t ring_old, uint64_t conv_state, uint64_t accept_d, int32_t accept,
-    int32_t rows, int32_t conv_dim, int32_t d_conv, uint64_t health, int32_t layer) {
-    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(parts(conv_dim, 128), 128), &x, &ring_old, &conv_state, &accept_d, &accept,
-           &rows, &conv_dim, &d_conv, &health, &layer);
+    int32_t rows, int32_t conv_dim, int32_t d_conv, int32_t n_layers, int64_t x_apart, int64_t ring_apart,
+    uint64_t health, int32_t layer) {
+    LAUNCH(MEMRA_K_CONV_RING_REBUILD, LINE(times(n_layers, parts(conv_dim, 128)), 128), &x, &ring_old, &conv_state,
+           &accept_d, &accept, &rows, &conv_dim, &d_conv, &n_layers, &x_apart, &ring_apart, &health, &layer);
 }
 
 int memra_launch_gdn_prep(
@@ -153,7 +166,7 @@ int memra_launch_gdn_prep(
     uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t pos_d, int64_t slot, int32_t rows,
     int32_t num_k, int32_t num_v, int32_t state_size, float eps, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const launch_shape blocks_of_heads = {times(times(n_seqs, rows), num_v), 32, 4, 0};
+    const launch_shape blocks_of_heads = {times(times(n_seqs, rows), num_v), 32, 4, 0, 0, 0};
     LAUNCH(MEMRA_K_GDN_PREP, blocks_of_heads, &conv_out, &alpha, &beta_raw, &dt_bias, &a, &q, &k, &v, &g_log, &beta,
            &pos_d, &slot, &rows, &num_k, &num_v, &state_size, &eps, &seqs, &n_seqs, &health, &layer);
 }
@@ -162,9 +175,64 @@ int memra_launch_gdn_scan(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
     uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
     int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
-    const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_WARPS), 32, SCAN_WARPS, 0};
+    const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_COLUMNS), 32, 4, 0, 0, 0};
     LAUNCH(MEMRA_K_GDN_SCAN, blocks_of_columns, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
            &accept_d, &rows, &num_v, &state_size, &scale, &seqs, &n_seqs, &health, &layer);
+}
+
+static int check_recur(int32_t d_conv, int32_t num_k, int32_t num_v, int32_t state_size) {
+    if (state_size != 32 && state_size != 64 && state_size != 128 && state_size != 256)
+        return memra_fail(
+            MEMRA_ERR_UNSUPPORTED, "recur_step: state_size %d has no kernel; there are [32, 64, 128, 256]", state_size);
+    if (num_k < 1 || num_v < 1 || d_conv < 1 || d_conv > 8)
+        return memra_fail(
+            MEMRA_ERR_UNSUPPORTED, "recur_step: %d key and %d value heads, d_conv %d; at least 1 of each, d_conv at "
+            "most 8", num_k, num_v, d_conv);
+    return MEMRA_OK;
+}
+
+int memra_recur_split(
+    int32_t n_seqs, int32_t num_k, int32_t num_v, int32_t state_size, int32_t *columns, int32_t *blocks) {
+    MEMRA_TRY(check_recur(1, num_k, num_v, state_size));
+    const int64_t keys = times(n_seqs, num_k), most = times(parts(num_v, num_k), state_size);
+    int32_t best = 32;
+    while (best < most && best < RECUR_COLUMNS) {
+        const int32_t wider = best < state_size ? 2 * best : best + state_size;
+        if (wider > RECUR_COLUMNS || times(keys, parts(most, wider)) < RECUR_BLOCKS) break;
+        best = wider;
+    }
+    *columns = best;
+    *blocks = keys <= RECUR_TICKETS ? (int32_t)parts(most, best) : 1;
+    return MEMRA_OK;
+}
+
+int memra_launch_recur_step(
+    memra_device *device, uint64_t x, uint64_t w, uint64_t alpha, uint64_t beta_raw, uint64_t dt_bias, uint64_t a,
+    uint64_t conv_state, uint64_t state_in, uint64_t state_out, uint64_t out, uint64_t tape, uint64_t pos_d,
+    int64_t slot, int32_t rows, int32_t d_conv, int32_t num_k, int32_t num_v, int32_t state_size, int32_t columns,
+    int32_t blocks, float eps, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
+    MEMRA_TRY(check_recur(d_conv, num_k, num_v, state_size));
+    const bool fits = columns >= 32 && columns <= RECUR_COLUMNS && columns % 32 == 0 &&
+                      (columns < state_size ? state_size % columns : columns % state_size) == 0;
+    if (!fits || (blocks != 1 && blocks != parts(times(parts(num_v, num_k), state_size), columns)))
+        return memra_fail(
+            MEMRA_ERR_CONFIG, "recur_step: %d columns by %d blocks do not share %d value heads of %d over %d key heads",
+            columns, blocks, num_v, state_size, num_k);
+    const enum memra_kernel k = state_size == 32    ? MEMRA_K_RECUR_STEP_32
+                                : state_size == 64  ? MEMRA_K_RECUR_STEP_64
+                                : state_size == 128 ? MEMRA_K_RECUR_STEP_128
+                                                    : MEMRA_K_RECUR_STEP_256;
+    const int64_t stage = (int64_t)(rows < RECUR_ROWS ? rows : RECUR_ROWS) * (2 * state_size + columns);
+    const int64_t gates = 2 * RECUR_ROWS * (columns < state_size ? 1 : columns / state_size);
+    const int64_t rings = blocks > 1 ? 2 * state_size * (d_conv - 1) : 0;
+    if (n_seqs > RECUR_MOST || num_k > RECUR_MOST)
+        return memra_fail(MEMRA_ERR_CAPACITY, "recur_step: %d sequences, %d key heads; at most %d of each", n_seqs,
+                          num_k, RECUR_MOST);
+    const launch_shape shape = {rows < 0 || n_seqs < 0 ? -1 : n_seqs ? blocks : 0, 256, 1,
+                                (unsigned)(4 * (stage + gates + rings)), (unsigned)num_k, (unsigned)n_seqs};
+    LAUNCH(k, shape, &x, &w, &alpha, &beta_raw, &dt_bias, &a, &conv_state, &state_in, &state_out, &out, &tape, &pos_d,
+           &slot, &rows, &d_conv, &num_k, &num_v, &state_size, &columns, &blocks, &eps, &scale, &seqs, &n_seqs,
+           &health, &layer);
 }
 
 int memra_launch_set_counters(
@@ -230,7 +298,7 @@ int memra_launch_attend(
     const int64_t columns = is_wide ? ATTEND_WIDE : ATTEND_NARROW;
     const int64_t blocks = times(times(n_seqs, parts(n_columns, columns)), times(n_head_kv, ATTEND_GROUPS));
     const unsigned shared_bytes = (unsigned)attend_shared_bytes(columns, head_dim_k, head_dim_v);
-    const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes};
+    const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes, 0, 0};
     LAUNCH(is_wide ? entries[e].wide : entries[e].narrow, blocks_of_groups, &q, &k, &v, &pos_d, &slot, &rows, &max_ctx,
            &n_head, &n_head_kv, &head_dim_k, &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale,
            &window, &part, &seqs, &n_seqs, &health, &layer);

@@ -134,6 +134,20 @@ int memra_gdn_prep(
         layer->num_k, layer->num_v, layer->state_size, eps, 0, 1, at.health, il);
 }
 
+/* What the scan of a step reads and writes, and whether the two change places behind it. */
+typedef struct states {
+    uint64_t before, after;
+    bool swap;
+} states;
+
+static states states_of(const memra_cache *cache, const memra_recur_layer *layer) {
+    const bool recording = memra_recording(cache) != NULL, in_round = cache->round_width != 0;
+    states found = {layer->ssm_state.ptr, layer->ssm_state_alt.ptr, !recording && !in_round};
+    if (recording) found.before = found.after = layer->home;
+    if (in_round) found.after = found.before == layer->home ? layer->away : layer->home;
+    return found;
+}
+
 int memra_gdn_scan(
     memra_cache *cache, int32_t il, int64_t rows, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta,
     uint64_t out, float scale) {
@@ -156,18 +170,49 @@ int memra_gdn_scan(
     if (rows == 0) return MEMRA_OK;
     MEMRA_TRY(memra_step_check(cache, il, MEMRA_OP_SCAN, rows));
     const at at = at_device(cache, layer->device_index);
-    const bool recording = memra_recording(cache) != NULL, in_round = cache->round_width != 0;
-    uint64_t before = layer->ssm_state.ptr, after = layer->ssm_state_alt.ptr, tape = 0;
-    if (recording) before = after = layer->home;
-    if (in_round) {
-        after = before == layer->home ? layer->away : layer->home;
-        tape = layer->tape.ptr + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim;
-    }
+    const uint64_t tape = cache->round_width ? layer->tape.ptr + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim : 0;
+    const states states = states_of(cache, layer);
     MEMRA_TRY(memra_launch_gdn_scan(
-        at.device, q, k, v, g_log, beta, before, after, out, tape, 0, (int32_t)rows, layer->num_v, layer->state_size,
-        scale, 0, 1, at.health, il));
-    if (!recording && !in_round) memra_swap_states(layer);
+        at.device, q, k, v, g_log, beta, states.before, states.after, out, tape, 0, (int32_t)rows, layer->num_v,
+        layer->state_size, scale, 0, 1, at.health, il));
+    if (states.swap) memra_swap_states(layer);
     memra_step_done(cache, il, MEMRA_OP_SCAN, rows);
+    return MEMRA_OK;
+}
+
+int memra_recur_step(
+    memra_cache *cache, int32_t il, int64_t rows, uint64_t x, uint64_t w, uint64_t alpha, uint64_t beta_raw,
+    uint64_t dt_bias, uint64_t a, uint64_t out, float eps, float scale) {
+    memra_recur_layer *layer = NULL;
+    memra_range inputs[6], outputs[4];
+    MEMRA_TRY(memra_check_cache(cache, "recur_step"));
+    MEMRA_TRY(memra_recur_of(cache, il, &layer));
+    MEMRA_TRY(check_state_size(layer, "recur_step"));
+    MEMRA_TRY(memra_check_rows(rows));
+    const int64_t heads = layer->num_v;
+    MEMRA_TRY(f32_rows("x", x, rows, layer->conv_dim, &inputs[0]));
+    MEMRA_TRY(f32_rows("w", w, layer->conv_dim, layer->d_conv, &inputs[1]));
+    MEMRA_TRY(f32_rows("alpha", alpha, rows, heads, &inputs[2]));
+    MEMRA_TRY(f32_rows("beta_raw", beta_raw, rows, heads, &inputs[3]));
+    MEMRA_TRY(f32_rows("dt_bias", dt_bias, 1, heads, &inputs[4]));
+    MEMRA_TRY(f32_rows("a", a, 1, heads, &inputs[5]));
+    MEMRA_TRY(f32_rows("out", out, rows, heads * layer->state_size, &outputs[0]));
+    outputs[1] = plane("conv_state", &layer->conv_state);
+    outputs[2] = plane("ssm_state", &layer->ssm_state);
+    outputs[3] = plane("ssm_state_alt", &layer->ssm_state_alt);
+    MEMRA_TRY(memra_check_ranges(outputs, 4, inputs, 6));
+    if (rows == 0) return MEMRA_OK;
+    MEMRA_TRY(memra_step_check(cache, il, MEMRA_OP_CONV | MEMRA_OP_SCAN, rows));
+    const at at = at_device(cache, layer->device_index);
+    const states states = states_of(cache, layer);
+    int32_t columns = 0, blocks = 0;
+    MEMRA_TRY(memra_recur_split(1, layer->num_k, layer->num_v, layer->state_size, &columns, &blocks));
+    MEMRA_TRY(memra_launch_recur_step(
+        at.device, x, w, alpha, beta_raw, dt_bias, a, layer->conv_state.ptr, states.before, states.after, out,
+        cache->round_width ? layer->tape.ptr : 0, at.pos_d, at.slot, (int32_t)rows, layer->d_conv, layer->num_k,
+        layer->num_v, layer->state_size, columns, blocks, eps, scale, 0, 1, at.health, il));
+    if (states.swap) memra_swap_states(layer);
+    memra_step_done(cache, il, MEMRA_OP_CONV | MEMRA_OP_SCAN, rows);
     return MEMRA_OK;
 }
 

@@ -33,21 +33,61 @@ static int check_open(memra_cache *cache) {
     return memra_check_recording(cache, "the end of a round");
 }
 
-/* Ring and state of one layer after the accepted rows. swap: a full accept will exchange the states instead. */
+/* Layers whose rings and tapes lie equally far apart in one arena. */
+typedef struct ring_run {
+    int32_t first, last, n;
+    uint64_t x_apart, ring_apart; /* bytes; of two and more */
+} ring_run;
+
+static bool continues(const memra_cache *cache, const ring_run *run, int32_t il) {
+    const memra_recur_layer *last = &cache->recur[run->last], *next = &cache->recur[il];
+    if (!run->n || next->device_index != last->device_index || !cache->devices[next->device_index].has_arena)
+        return false;
+    return run->n == 1 || (next->tape.ptr - last->tape.ptr == run->x_apart &&
+                           next->conv_state.ptr - last->conv_state.ptr == run->ring_apart);
+}
+
+static int rebuild_run(
+    const memra_cache *cache, const ring_run *run, const uint64_t *counts, int64_t accept, int64_t rows, bool *done) {
+    if (!run->n) return MEMRA_OK;
+    const memra_recur_layer *layer = &cache->recur[run->first];
+    const int32_t d = layer->device_index;
+    MEMRA_TRY(memra_launch_conv_ring_rebuild(
+        memra_device_at(cache, d), layer->tape.ptr, layer->conv_state.ptr, layer->conv_state.ptr, counts ? counts[d] : 0,
+        (int32_t)accept, (int32_t)rows, layer->conv_dim, layer->d_conv, run->n, (int64_t)run->x_apart / 4,
+        (int64_t)run->ring_apart / 4, cache->devices[d].health.ptr, run->first));
+    *done = true;
+    return MEMRA_OK;
+}
+
+/* The rings of all layers after the accepted rows: a launch for each run of them. */
+static int rebuild_rings(
+    const memra_cache *cache, const uint64_t *counts, int64_t accept, int64_t rows, bool *done) {
+    ring_run run = {0};
+    for (int32_t il = 0; il < cache->n_layer; il++) {
+        if (!cache->recur[il].present || !(cache->recur[il].step_ops & MEMRA_OP_CONV)) continue;
+        if (continues(cache, &run, il)) {
+            run.x_apart = cache->recur[il].tape.ptr - cache->recur[run.last].tape.ptr;
+            run.ring_apart = cache->recur[il].conv_state.ptr - cache->recur[run.last].conv_state.ptr;
+        } else {
+            MEMRA_TRY(rebuild_run(cache, &run, counts, accept, rows, done));
+            run = (ring_run){.first = il};
+        }
+        run.last = il;
+        run.n++;
+    }
+    return rebuild_run(cache, &run, counts, accept, rows, done);
+}
+
+/* The state of one layer after the accepted rows. swap: a full accept will exchange the states instead. */
 static int commit_layer(
     memra_cache *cache, int32_t il, uint64_t accept_d, int64_t accept, int64_t rows, bool swap, bool *done) {
     const memra_recur_layer *layer = &cache->recur[il];
     memra_device *device = memra_device_at(cache, layer->device_index);
-    const uint64_t health = cache->devices[layer->device_index].health.ptr, ring = layer->conv_state.ptr;
+    const uint64_t health = cache->devices[layer->device_index].health.ptr;
     const uint64_t vector = 4 * (uint64_t)rows * (uint64_t)layer->num_v * (uint64_t)layer->state_size;
     const uint64_t gate = 4 * (uint64_t)rows * (uint64_t)layer->num_v;
-    const uint64_t x = layer->tape.ptr, q = x + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim;
-    if (layer->step_ops & MEMRA_OP_CONV) {
-        MEMRA_TRY(memra_launch_conv_ring_rebuild(
-            device, x, ring, ring, accept_d, (int32_t)accept, (int32_t)rows, layer->conv_dim, layer->d_conv, health,
-            il));
-        *done = true;
-    }
+    const uint64_t q = layer->tape.ptr + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim;
     if (!(layer->step_ops & MEMRA_OP_SCAN) || (swap && accept == rows)) return MEMRA_OK;
     const uint64_t state = memra_recording(cache) != NULL ? layer->home : layer->ssm_state.ptr; /* what the scan read */
     MEMRA_TRY(memra_launch_gdn_scan(
@@ -88,7 +128,7 @@ static int commit(memra_cache *cache, const uint64_t *counts, int64_t accept) {
     const int64_t rows = cache->step_rows, end = cache->pos + (counts ? rows : accept);
     const bool swap = !counts && !memra_device_clock(cache);
     bool done = false;
-    int status = MEMRA_OK;
+    int status = rebuild_rings(cache, counts, accept, rows, &done);
     for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
         if (cache->recur[il].present && cache->recur[il].step_ops)
             status = commit_layer(

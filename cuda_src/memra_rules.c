@@ -255,7 +255,10 @@ int memra_check_ranges(const memra_range *outputs, int32_t n_outputs, const memr
 /* ---- One operation of a step ---- */
 
 static const char *name_of(uint32_t op) {
-    return op == MEMRA_OP_APPEND ? "append" : op == MEMRA_OP_CONV ? "conv" : "scan";
+    return op == MEMRA_OP_APPEND ? "append"
+           : op == MEMRA_OP_CONV ? "conv"
+           : op == MEMRA_OP_SCAN ? "scan"
+                                 : "recur_step";
 }
 
 static uint32_t *ops_of(memra_cache *cache, int32_t il, uint32_t op) {
@@ -274,9 +277,11 @@ int memra_step_check(memra_cache *cache, int32_t il, uint32_t op, int64_t rows) 
         return memra_fail(
             MEMRA_ERR_STATE, "layer %" PRId32 ": %" PRId64 " rows, but the open step has %" PRId64 "; advance first",
             il, rows, cache->step_rows);
-    if (*ops_of(cache, il, op) & op)
+    const uint32_t ran = *ops_of(cache, il, op) & op;
+    if (ran)
         return memra_fail(
-            MEMRA_ERR_STATE, "layer %" PRId32 " has run %s in this step; each runs once, then advance", il, name);
+            MEMRA_ERR_STATE, "layer %" PRId32 " has run %s in this step; each runs once, then advance", il,
+            name_of(ran));
     MEMRA_TRY(memra_check_replay(cache, name, rows));
     MEMRA_TRY(memra_check_length(cache, "pos", cache->pos));
     const memra_kv_layer *kv = op == MEMRA_OP_APPEND ? &cache->kv[il] : NULL;

@@ -167,7 +167,7 @@ def recurs(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     for batch in sizes.batches:
         yield from _recurrent(bench, sizes, "recur", ("conv_update", "gdn_prep"), sizes.value_heads[0], batch)
         if FUSED:
-            yield from _recurrent(bench, sizes, "recur", ("recur_step", "gdn_scan"), sizes.value_heads[0], batch)
+            yield from _recurrent(bench, sizes, "recur", ("recur_step",), sizes.value_heads[0], batch)
 
 
 def _recurrent(bench: Bench, sizes: Sizes, group: str, names: tuple[str, ...], heads: int, batch: int) -> Iterator[Row]:

@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from memra_driver import layout
 from memra_driver.clock import CacheClock
 from memra_driver.config import ModelConfig
@@ -57,6 +59,7 @@ from memra_driver.place import (
 )
 from memra_driver.plan import CacheOptions, CachePlan
 from memra_driver.snapshot import CacheSnapshot, drop_snapshots
+from memra_driver.structs import structs_of
 
 __all__ = ["Cache", "CacheSnapshot", "CacheState", "DflashTapSink", "KvLayer", "RecurLayer"]
 
@@ -78,22 +81,20 @@ class Cache(CacheClock):
         self._planes, self._owners = place(plan, self.devices)
         self._snapshots: weakref.WeakSet[CacheSnapshot] = weakref.WeakSet()
         cfg, n_layer = plan.cfg, plan.cfg.n_layer
-        self._kv_c = (layout.KvLayerC * n_layer)()
-        self._recur_c = (layout.RecurLayerC * n_layer)()
+        self._kv_c, self._recur_c = structs_of(plan).copy(plan, self.devices, self._planes)
         self._devices_c = (layout.CacheDeviceC * len(self.devices))()
-        where = [(plan, il, self.devices[plan.device_of(il)], self._planes) for il in range(n_layer)]
-        self.kv = [KvLayer(c, *at) if plan.has_kv(at[1]) else None for c, at in zip(self._kv_c, where, strict=True)]
+        self.kv = [
+            KvLayer(self._kv_c[il], plan, il, self.devices[d], self._planes) if has_kv else None
+            for il, (d, has_kv, _) in enumerate(plan.kinds)
+        ]
         self.recur = [
-            RecurLayer(c, *at) if plan.has_state(at[1]) else None for c, at in zip(self._recur_c, where, strict=True)
+            RecurLayer(self._recur_c[il], plan, il, self.devices[d], self._planes) if has_state else None
+            for il, (d, _, has_state) in enumerate(plan.kinds)
         ]
         # Per device: len_d of its layers in layer order, then pos_d: the packed counters of the arena.
         self._counter_layers = [
-            [il for il in range(n_layer) if plan.has_kv(il) and plan.device_of(il) == d] for d in range(plan.n_devices)
+            [il for il, (at, has_kv, _) in enumerate(plan.kinds) if has_kv and at == d] for d in range(plan.n_devices)
         ]
-        for il, (kv_c, heads) in enumerate(zip(self._kv_c, map(cfg.heads, range(n_layer)), strict=True)):
-            source = plan.kv_source(il)
-            kv_c.n_head, kv_c.kv_source = (0, -1) if source is None else (heads, source)
-            kv_c.device_index = self._recur_c[il].device_index = plan.device_of(il)
         for d, (c, e) in enumerate(zip(self._devices_c, self.devices, strict=True)):
             for name in ("pos_d", "health", "counters", "states"):
                 if (name, None, d) in self._planes:
@@ -116,11 +117,18 @@ class Cache(CacheClock):
             n_vocab=cfg.n_vocab,
             strict=plan.options.strict,
         )
-        for name in ("logits", "taps"):
-            for (plane, _, d), found in self._planes.items():
-                if plane == name:
-                    layout.put_slice(getattr(self._c, name), found, ordinal(self.devices[d]))
+        for name, reserved in (("logits", plan.options.reserve_logits), ("taps", plan.options.reserve_taps)):
+            for row in plan.planes if reserved else ():
+                if row.plane == name:
+                    plane = self._planes[name, row.layer, row.device]
+                    layout.put_slice(getattr(self._c, name), plane, ordinal(self.devices[row.device]))
+        self._step_ops = tuple(layout.column(c, "step_ops", np.uint32) for c in (self._kv_c, self._recur_c))
+        self._lens = layout.column(self._kv_c, "len", np.int64)
+        self._states = tuple(layout.column(self._recur_c, name, np.uint64) for name in ("conv_state", "ssm_state"))
+        self._attends = np.array([layer is not None for layer in self.kv])
+        self._attending = [(il, layer) for il, layer in enumerate(self.kv) if layer is not None]
         self.cfg = cfg
+        self.prepared = {}
         self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
         self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced
 
@@ -136,7 +144,7 @@ class Cache(CacheClock):
         On an arena device: one allocation and one clear. Raises ConfigError for a geometry that
         cannot be, OutOfMemory (need, free, device) before the first byte, DriverError.
         """
-        return cls(CachePlan(cfg, max_ctx, policy, options), (e,))
+        return cls(CachePlan.of(cfg, max_ctx, policy, options), (e,))
 
     @classmethod
     def new_pp2(
@@ -157,7 +165,7 @@ class Cache(CacheClock):
         if len(devs) + 1 != len(fence):
             raise ConfigError(f"ppn cache: devs vs fence mismatch: {len(devs)} devices, {len(fence)} fence posts")
         unique, placement = united(devs)
-        return cls(CachePlan(cfg, max_ctx, policy, options, fence, placement=placement), unique)
+        return cls(CachePlan.of(cfg, max_ctx, policy, options, fence, placement), unique)
 
     def close(self) -> None:
         """Frees every buffer; may be called twice. Snapshots keep their own memory but fit nothing any more.
@@ -166,6 +174,7 @@ class Cache(CacheClock):
         """
         self._check_recorder("close")
         self._c.state = CacheState.CLOSED
+        self.prepared.clear()
         if self.open_round is not None:
             self.open_round.over()
         drop_snapshots(self._c)
@@ -224,12 +233,9 @@ class Cache(CacheClock):
         self.check_device(e)
         self.check_settled("snapshot_into")
         self.check_owner(snap)
-        self.check_shapes("snapshot_into", snap)
-        actions: list[Action] = []
-        for d, device in enumerate(self.devices):
-            actions += snap.renew(self.plan, self.recur, d, device)
+        copies = self._state_copies("snapshot_into", snap, restore=False)
         snap.begin_stamp()
-        run_actions(actions, lambda: None)
+        run_actions([action for actions in copies for action in actions], lambda: None)
         self._stamp(snap)
 
     def rollback(self, e: Any, snap: CacheSnapshot, accept_len: int) -> None:
@@ -252,7 +258,7 @@ class Cache(CacheClock):
             raise SnapshotError(
                 f"snapshot of generation {snap.generation}; the cache was reset and is at {self.generation}"
             )
-        self.check_shapes("rollback", snap)
+        copies = self._state_copies("rollback", snap, restore=True)
         in_step = 0 if self.open_round is not None else self.step_rows  # a round is rejected first
         limit = min(max(self.pos + in_step, self.replay_to), self.max_ctx) - snap.pos
         if self.state is CacheState.TAINTED:
@@ -262,15 +268,13 @@ class Cache(CacheClock):
                 f"accept_len is {accept_len}; {max(limit, 0)} tokens stand after the snapshot at position {snap.pos}"
                 + (" (a tainted cache accepts none)" if self.state is CacheState.TAINTED else "")
             )
+        saved = snap.lens()
         lens = {
-            il: min(max(self._len_before_round(il), saved), saved + accept_len)
-            for il, saved in enumerate(snap.kv_len)
-            if saved is not None
+            il: min(max(self._len_before_round(il), saved[il]), saved[il] + accept_len) for il, _ in self._attending
         }
         actions: list[Action] = []
-        for d, device in enumerate(self.devices):
-            actions += copy_actions(device, snap.pairs(self.plan, self.recur, d))
-            actions += self._counter_actions(d, lens, snap.pos)
+        for d, copying in enumerate(copies):
+            actions += [*copying, *self._counter_actions(d, lens, snap.pos)]
         self._run_and_end_round(actions)
         for il, length in lens.items():
             self.kv_layer(il).len = length
@@ -313,9 +317,8 @@ class Cache(CacheClock):
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             names = ("conv_state", "ssm_state", "ssm_state_alt")
-            actions += zero_actions(
-                device, [p for (name, _, at), p in self._planes.items() if at == d and name in names]
-            )
+            planes = [row for row in self.plan.planes if row.device == d and row.plane in names]
+            actions += zero_actions(device, [self._planes[row.plane, row.layer, d] for row in planes])
             actions += self._counter_actions(d, dict.fromkeys(self._counter_layers[d], 0), 0)
         self._run_and_end_round(actions)
         for layer in filter(None, self.kv):
@@ -428,6 +431,24 @@ class Cache(CacheClock):
         run_actions(actions, half_made)
         over()
 
+    def _state_copies(self, what: str, snap: CacheSnapshot, *, restore: bool) -> list[list[Action]]:
+        """The copies between the live states and those of snap, which must fit, by device.
+
+        A snapshot as it was made has the copies of each arrangement of the states that it met.
+        """
+        key = restore, *(pointers.tobytes() for pointers in self._states)
+        known = snap.copies.get(key) if snap.is_as_made() else None
+        if known is None:
+            self.check_shapes(what, snap)
+            known = []
+            for d, device in enumerate(self.devices):
+                pairs = snap.pairs(self.plan, self.recur, d)
+                known.append(copy_actions(device, pairs if restore else [(kept, live) for live, kept in pairs]))
+            snap.keep_copies(key, known)
+        else:
+            self.check_saved(what, snap)
+        return known
+
     def _stamp(self, snap: CacheSnapshot) -> None:
         """Notes in snap where the cache stands, once its copies are enqueued."""
-        snap.stamp([None if layer is None else layer.len for layer in self.kv], self.pos, self.generation)
+        snap.stamp(self._lens, self._attends, self.pos, self.generation)

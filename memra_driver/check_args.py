@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memra_driver.formats import FORMATS, K_FORMATS, V_FORMATS
+from memra_driver.kernels import recur_split
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.plan import ATTEND_GROUPS
 
@@ -161,8 +162,17 @@ def rebuild_args(conv: Args, accept: int, **other: Any) -> Args:
     return {
         "x": conv["x"], "ring_old": conv["conv_state"], "conv_state": poison(conv["conv_state"].size),
         "accept_d": None, "accept": accept, "rows": conv["rows"], "conv_dim": conv["conv_dim"],
-        "d_conv": conv["d_conv"], "health": record(), "layer": LAYER,
+        "d_conv": conv["d_conv"], "n_layers": 1, "x_apart": 0, "ring_apart": 0, "health": record(), "layer": LAYER,
     } | other  # fmt: skip
+
+
+def several_rebuild_args(rng: Rng, accept: int, **other: Any) -> Args:
+    """Three layers of 5 rows, 130 channels and 4 taps, with a gap behind each."""
+    x_apart, ring_apart = 5 * 130 + 7, 3 * 130 + 11
+    ring = normal(rng, 3 * ring_apart)
+    made = rebuild_args(conv_args(rng, 5, 130, 4), accept)
+    apart = {"n_layers": 3, "x_apart": x_apart, "ring_apart": ring_apart}
+    return made | {"x": normal(rng, 3 * x_apart), "ring_old": ring, "conv_state": ring} | apart | other
 
 
 def prep_args(rng: Rng, rows: int, keys: int, values: int, size: int, **other: Any) -> Args:
@@ -184,6 +194,23 @@ def scan_args(rng: Rng, rows: int, heads: int, size: int, **other: Any) -> Args:
         "beta": rng.random(rows * heads, np.float32), "state_in": normal(rng, heads, size, size),
         "state_out": poison(heads * size * size), "out": poison(vector), "tape": None, "accept_d": None, "rows": rows,
         "num_v": heads, "state_size": size, "scale": size**-0.5, **ALONE, "health": record(), "layer": LAYER,
+    } | other  # fmt: skip
+
+
+def recur_args(
+    rng: Rng, rows: int, keys: int, values: int, size: int, taps: int, columns: int = 0, **other: Any
+) -> Args:
+    """columns 0: as `recur_split` has it for one sequence."""
+    channels, gates = (2 * keys + values) * size, rows * values
+    split = (columns, -(-(-(-values // keys) * size) // columns)) if columns else recur_split(1, keys, values, size)
+    return {
+        "x": normal(rng, rows, channels), "w": normal(rng, channels, taps) / 2, "alpha": 5 * normal(rng, gates),
+        "beta_raw": 5 * normal(rng, gates), "dt_bias": 5 * normal(rng, values), "a": -np.exp(normal(rng, values)),
+        "conv_state": normal(rng, channels, taps - 1), "state_in": normal(rng, values, size, size),
+        "state_out": poison(values * size * size), "out": poison(gates * size), "tape": None, "pos_d": None,
+        "slot": SLOT, "rows": rows, "d_conv": taps, "num_k": keys, "num_v": values, "state_size": size,
+        "columns": split[0], "blocks": split[1], "eps": 1e-6, "scale": size**-0.5, **ALONE, "health": record(),
+        "layer": LAYER,
     } | other  # fmt: skip
 
 

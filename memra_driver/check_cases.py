@@ -22,8 +22,10 @@ from memra_driver.check_args import (
     prep_args,
     rebuild_args,
     record,
+    recur_args,
     rows_args,
     scan_args,
+    several_rebuild_args,
     spoil,
     spread,
 )
@@ -100,11 +102,13 @@ def conv_cases(rng: Rng, small: bool) -> Iterator[Case]:
     for accept in (-1, 6):
         rebuild = rebuild_args(conv_args(rng, 5, 64, 4), 0, accept_d=i32(accept))
         yield single(f"{accept} of 5 rows", "conv_ring_rebuild", rebuild)
+    for accept in (2, 5, 6):
+        yield single(f"{accept} of 5 rows, three layers", "conv_ring_rebuild", several_rebuild_args(rng, accept))
     for rows in (3, 20):
         args = conv_args(rng, rows, 70, 4, tape=poison(rows * 70))
         yield single(f"{rows} rows to the tape", "conv_update", args, tolerance=near)
         args = conv_args(rng, rows, 70, 4, pos_d=i32(5))
-        spoil(rng, args["x"])
+        spoil(rng, args["x"])[-1] = np.inf  # in a run of fewer than 32
         yield single(f"{rows} rows, some not finite", "conv_update", args, tolerance=near)
     members = [conv_args(rng, 4, 130, 4, pos_d=i32(b)) for b in range(3)]
     made = batch("for", "conv_update", ("conv_state", "pos_d", "health"), ("x", "out"), members)
@@ -122,6 +126,9 @@ def prep_cases(rng: Rng, small: bool) -> Iterator[Case]:
     for name in ("conv_out", "alpha", "beta_raw"):
         spoil(rng, args[name], 2)
     yield single("some not finite", "gdn_prep", args, tolerance=near)
+    args = prep_args(rng, 2, 2, 4, 32)
+    args["alpha"], args["beta_raw"] = 30 * args["alpha"], 30 * args["beta_raw"]
+    yield single("gates far out", "gdn_prep", args, tolerance=near)
     own, split = ("pos_d", "health"), ("conv_out", "alpha", "beta_raw", *near, "v")
     members = [prep_args(rng, 2, 2, 4, 32, pos_d=i32(b)) for b in range(3)]
     members = [each | {name: members[0][name] for name in ("dt_bias", "a")} for each in members]
@@ -145,6 +152,30 @@ def scan_cases(rng: Rng, small: bool) -> Iterator[Case]:
         yield single(f"{accept} of 5 rows", "gdn_scan", args, tolerance={"state_out": TOLERANCE})
     members = [scan_args(rng, 2, 2, 32) for _ in range(3)]
     made = batch("for", "gdn_scan", ("ssm_state",), ("q", "k", "v", "g_log", "beta", "out"), members)
+    made.tolerance = {"out": TOLERANCE} | {f"ssm_state.{b}": TOLERANCE for b in range(3)}
+    yield made
+
+
+def recur_cases(rng: Rng, small: bool) -> Iterator[Case]:
+    near = {"out": TOLERANCE, "state_out": TOLERANCE}
+    shapes = [(1, 2, 4, 32, 4), (3, 3, 7, 64, 2), (2, 1, 3, 128, 8), (9, 1, 1, 256, 4), (2, 4, 2, 32, 1)]
+    shapes += [] if small else [(1, 16, 32, 128, 4), (4, 16, 48, 128, 4), (8, 2, 4, 256, 5), (20, 2, 4, 64, 7)]
+    for rows, keys, values, size, taps in shapes:
+        name, heads = f"recur_step_{size}", f"{keys} to {values} heads of {size}, {taps} taps, {rows} rows"
+        args = recur_args(rng, rows, keys, values, size, taps)
+        yield single(heads, name, args, tolerance=near)
+        args = recur_args(rng, rows, keys, values, size, taps, columns=size, tape=poison(rows * args["x"].size * 4))
+        yield single(f"{heads}, to the tape", name, args, tolerance=near | {"tape": TOLERANCE})
+    args = recur_args(rng, 3, 2, 4, 64, 4, pos_d=i32(9))
+    args["state_out"] = args["state_in"]
+    for name in ("x", "alpha", "beta_raw"):
+        spoil(rng, args[name], 2)
+    near_in_place = {"out": TOLERANCE, "state_in": TOLERANCE}
+    yield single("in place, some not finite", "recur_step_64", args, tolerance=near_in_place)
+    members = [recur_args(rng, 2, 2, 4, 32, 4, pos_d=i32(b)) for b in range(3)]
+    members = [each | {name: members[0][name] for name in ("w", "dt_bias", "a")} for each in members]
+    own, split = ("conv_state", "ssm_state", "pos_d", "health"), ("x", "alpha", "beta_raw", "out")
+    made = batch("for", "recur_step_32", own, split, members)
     made.tolerance = {"out": TOLERANCE} | {f"ssm_state.{b}": TOLERANCE for b in range(3)}
     yield made
 

@@ -1,4 +1,4 @@
-"""The `memra-driver` command: info, plan, run, check, bench."""
+"""The `memra-driver` command: info, plan, run, check, bench, vectors."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ try:
 except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install typer rich") from None
 
+from memra_driver import cli_vectors
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from memra_driver.session import Outcome, Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(cli_vectors.app, name="vectors")
 out = Console(width=None if sys.stdout.isatty() else 160)  # a file or a pipe has no width to cut to
 
 MODEL_HELP = "A preset, a GGUF file, an HF config.json or its folder."

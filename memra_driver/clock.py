@@ -5,15 +5,25 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from memra_driver.beside import CacheBeside
 from memra_driver.errors import CapacityError, ConfigError, StateError
 from memra_driver.layout import CacheState, Invalid
-from memra_driver.place import Action, commit_counter_actions, copy_actions, counter_actions, run_actions
+from memra_driver.place import (
+    COUNTERS_PER_LAUNCH,
+    Action,
+    commit_counter_actions,
+    copy_actions,
+    counter_actions,
+    run_actions,
+    signed_word,
+)
+from memra_driver.prepared import enqueue
 from memra_driver.snapshot import CacheSnapshot, snapshots_of
 
 if TYPE_CHECKING:
+    from memra_driver.cache import Cache
     from memra_driver.graph import Graph, Move
 
 
@@ -198,7 +208,7 @@ class CacheClock(CacheBeside):
         """Where a round of `rows` rows keeps x, q, k, v, g_log and beta of layer il, one behind the other."""
         layer = self.recur[il]
         assert layer is not None
-        plane = self._planes["tape", il, self.plan.device_of(il)]
+        plane = self.step_tape(il)
         vector, gate = rows * layer.num_v * layer.state_size, rows * layer.num_v
         parts, at = [], 0
         for size in (rows * layer.conv_dim, vector, vector, vector, gate, gate):
@@ -206,11 +216,14 @@ class CacheClock(CacheBeside):
             at += size
         return parts
 
+    def step_tape(self, il: int) -> Any:
+        """The whole tape of layer il: x, and behind it what the scan of a round keeps."""
+        return self._planes["tape", il, self.plan.device_of(il)]
+
     def scan_tape(self, il: int, rows: int) -> Any:
         """Where the scan of a round keeps its operands: the tape behind x."""
-        layer = self.recur[il]
+        layer, plane = self.recur[il], self.step_tape(il)
         assert layer is not None
-        plane = self._planes["tape", il, self.plan.device_of(il)]
         return plane.view(rows * layer.conv_dim, plane.len)
 
     def _stamp_actions(self) -> list[Action]:
@@ -224,7 +237,28 @@ class CacheClock(CacheBeside):
     def _counter_actions(self, d: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Stamps len_d of the layers of `lens` that live on device d, and its pos_d."""
         layers = self._counter_layers[d]
+        mine = [lens[il] for il in layers if il in lens] if lens else []
+        if not mine or (len(mine) == len(layers) < COUNTERS_PER_LAUNCH and mine.count(mine[0]) == len(mine)):
+            action = self._counter_launch(d, len(mine), mine[0] if mine else pos, pos)
+            if action is not None:
+                return [action]
         counters = [self.kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
         values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
         packed = self._planes.get(("counters", None, d))
         return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])
+
+    def _counter_launch(self, d: int, n: int, length: int, pos: int) -> Action | None:
+        """The launch that stamps n len_d of device d (all of them, or 0) and its pos_d.
+
+        None where the counters do not lie side by side, or the device prepares no launches.
+        """
+        e, packed = self.devices[d], self._planes.get(("counters", None, d))
+        if packed is None or not getattr(e, "prepares", False):
+            return None
+
+        def args() -> tuple[Any, ...]:
+            counters, masks = (packed, ((1 << n) - 1, 1 << n)) if n else (self._planes["pos_d", None, d], (0, 1))
+            words = [signed_word(mask >> shift) for mask in masks for shift in (0, 64)]
+            return counters, length, pos, *words, self._planes["health", None, d], 0
+
+        return enqueue(e, cast("Cache", self), ("counters", d, n), "set_counters", args, {"a": length, "b": pos})

@@ -191,9 +191,15 @@ def device_primary_ctx_release(device: int) -> None:
 def ctx_get_id(ctx: int) -> int | None:
     """A number that no other context of the process ever has; None where the driver (before 12.0) has none."""
     try:
-        return int(_call("cuCtxGetId", _cu.CUcontext(ctx)))
-    except UnsupportedDriver:
-        return None
+        status, found = _cu.cuCtxGetId(ctx)
+    except (RuntimeError, ValueError) as error:
+        try:
+            _reraise("cuCtxGetId()", error)
+        except UnsupportedDriver:
+            return None
+    if status:
+        raise _failure("cuCtxGetId()", status)
+    return int(found)
 
 
 def ctx_get_current() -> int:
@@ -436,6 +442,23 @@ def launch_kernel(
         _reraise(f"cuLaunchKernel({name}, grid {grid}, block {block})", error)
     if status:
         raise _failure(f"cuLaunchKernel({name}, grid {grid}, block {block})", status)
+
+
+def launch_arguments(
+    kernel: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int, params: int
+) -> tuple[Any, ...]:
+    """What `launch_kernel_again` takes: the bindings' own objects, which they need not make for every launch."""
+    return _cu.CUkernel(kernel), *grid, *block, shared_bytes, _cu.CUstream(stream), params, 0
+
+
+def launch_kernel_again(arguments: tuple[Any, ...], name: str) -> None:
+    """`launch_kernel` with what `launch_arguments` made of its arguments."""
+    try:
+        status = _cu.cuLaunchKernel(*arguments)[0]
+    except (RuntimeError, ValueError) as error:
+        _reraise(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", error)
+    if status:
+        raise _failure(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", status)
 
 
 # Capture and graphs

@@ -43,6 +43,10 @@ class UnsupportedError(MemraError):
     """A legal geometry for which this operation has no kernel."""
 
 
+class KitError(MemraError, ValueError):
+    """A conformance kit that cannot be used: a file, size, name, type, number or digest in it does not hold."""
+
+
 class HealthError(MemraError):
     """The error record of a `strict` cache is not empty."""
 

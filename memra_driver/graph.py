@@ -190,6 +190,7 @@ class Graph(Closing):
 
 
 _threads = threading.local()
+open_captures: list[Graph] = []  # of all threads
 
 
 def captures_of_this_thread() -> list[Graph]:
@@ -274,16 +275,19 @@ def recording(e: Any, graph: Graph) -> Iterator[None]:
     e.recording = graph
     mine = captures_of_this_thread()
     mine.append(graph)
+    open_captures.append(graph)
     try:
         yield
     except BaseException:
         e.recording = None
         mine.remove(graph)
+        open_captures.remove(graph)
         graph.abandon()
         graph.close()
         raise
     e.recording = None
     mine.remove(graph)
+    open_captures.remove(graph)
     try:
         graph.finish()
     except BaseException:

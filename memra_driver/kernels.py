@@ -18,18 +18,33 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
 from memra_driver.memory import run_all
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
+
+if TYPE_CHECKING:
+    from memra_driver.device import CudaContext, CudaStream
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
+APPEND_TILES = (16, 32)  # blocks of 32 elements of a plane that a thread block of append_kv encodes, of few and of many
+APPEND_MANY = 1 << 15
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
-SCAN_WARPS = 4  # columns of the state per block of gdn_scan, one warp each
+SCAN_COLUMNS = 32  # of a head's state, per block of gdn_scan
+RECUR_ROWS = 8  # rows that a block of recur_step has in shared memory at a time
+RECUR_COLUMNS = 512  # of the states that read one key head, which a block takes at a time
+RECUR_BLOCKS = 132  # that recur_step is to have, where there are enough columns
+RECUR_TICKETS = 4096  # key heads that several blocks of one launch may share
+RECUR_PARAMS = (
+    "const float* x, const float* w, const float* alpha, const float* beta_raw, const float* dt_bias, const float* a,"
+    " float* conv_state, const float* state_in, float* state_out, float* out, float* tape, const int* pos_d,"
+    " long long slot, int rows, int d_conv, int num_k, int num_v, int state_size, int columns, int blocks, float eps,"
+    " float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
+)
 ATTEND_TILE = 64  # keys that are summed together
 ATTEND_PAD = 8
 ATTEND_WIDTHS = (64, 128, 192, 256, 512)
@@ -63,8 +78,35 @@ def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
     return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
 
 
+@functools.lru_cache
+def recur_split(n_seqs: int, num_k: int, num_v: int, state_size: int) -> tuple[int, int]:
+    """(columns, blocks) of recur_step: how many columns of the states a block takes at a time, and blocks per key head.
+
+    As many columns as leave RECUR_BLOCKS blocks: what a key head's blocks read alike is read by few of them.
+    """
+    most, keys, columns = _ceil_div(num_v, num_k) * state_size, n_seqs * num_k, 32
+    while columns < min(most, RECUR_COLUMNS):
+        wider = 2 * columns if columns < state_size else columns + state_size
+        if wider > RECUR_COLUMNS or keys * _ceil_div(most, wider) < RECUR_BLOCKS:
+            break
+        columns = wider
+    return columns, _ceil_div(most, columns) if keys <= RECUR_TICKETS else 1
+
+
+def _recur_shape(a: dict[str, Any]) -> Shape:
+    stage = min(a["rows"], RECUR_ROWS) * (2 * a["state_size"] + a["columns"])
+    gates = 2 * RECUR_ROWS * max(1, a["columns"] // a["state_size"])
+    rings = 2 * a["state_size"] * (a["d_conv"] - 1) if a["blocks"] > 1 else 0
+    return (a["blocks"], a["num_k"], a["n_seqs"]), (256, 1, 1), 4 * (stage + gates + rings)
+
+
 def _line(blocks: int, threads: int) -> Shape:
     return (blocks, 1, 1), (threads, 1, 1), 0
+
+
+def _append_blocks(n_seqs: int, blocks: int) -> int:
+    """Thread blocks for so many blocks of a plane of each sequence."""
+    return n_seqs * _ceil_div(blocks, APPEND_TILES[n_seqs * blocks >= APPEND_MANY])
 
 
 @dataclass(frozen=True)
@@ -81,7 +123,7 @@ class Kernel:
     shape: Callable[[dict[str, Any]], Shape]
     big_shared: bool = False  # may need more shared memory than a kernel gets without asking
 
-    @property
+    @functools.cached_property
     def params(self) -> tuple[tuple[str, str], ...]:
         """(C type, name) of each parameter, in order."""
         pairs = (part.strip().rpartition(" ") for part in self.declaration.split(","))
@@ -92,7 +134,8 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         # Quantises rows of K and V into slots slot .. slot+rows-1 and sets len_d, one launch.
-        # A warp owns one block of 32 elements. len >= 0: the length to store; -1: max(*len_d, slot + rows).
+        # A thread block encodes one of APPEND_TILES blocks of K and as many of V.
+        # len >= 0: the length to store; -1: max(*len_d, slot + rows).
         Kernel(
             "append_kv",
             "append_kv.cu",
@@ -100,7 +143,7 @@ KERNELS: dict[str, Kernel] = {
             " long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,"
             " long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,"
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
-            lambda a: _line(_ceil_div(a["n_seqs"] * a["rows"] * ((a["kv_dim_k"] + a["kv_dim_v"]) // 32), 8), 256),
+            lambda a: _line(_append_blocks(a["n_seqs"], a["rows"] * (max(a["kv_dim_k"], a["kv_dim_v"]) // 32)), 128),
         ),
         # Rows start .. start+rows-1 as f32 (out_bf16 = 0) or bf16, [rows, kv_dim] each.
         Kernel(
@@ -123,13 +166,15 @@ KERNELS: dict[str, Kernel] = {
             lambda a: _line(a["n_seqs"] * _ceil_div(a["conv_dim"], 128) * _ceil_div(a["rows"], CONV_ROWS), 128),
         ),
         # conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself).
-        # The count comes from accept_d when not null.
+        # The count comes from accept_d when not null. n_layers at once, the next of them x_apart and ring_apart
+        # elements further; layer: the first.
         Kernel(
             "conv_ring_rebuild",
             "conv.cu",
             "const float* x, const float* ring_old, float* conv_state, const int* accept_d, int accept,"
-            " int rows, int conv_dim, int d_conv, memra_health* health, int layer",
-            lambda a: _line(_ceil_div(a["conv_dim"], 128), 128),
+            " int rows, int conv_dim, int d_conv, int n_layers, long long x_apart, long long ring_apart,"
+            " memra_health* health, int layer",
+            lambda a: _line(a["n_layers"] * _ceil_div(a["conv_dim"], 128), 128),
         ),
         # conv_out (rows, conv_dim) -> q, k, v (rows, num_v, state_size), gates (rows, num_v).
         Kernel(
@@ -141,7 +186,7 @@ KERNELS: dict[str, Kernel] = {
             " const memra_seq* seqs, int n_seqs, memra_health* health, int layer",
             lambda a: ((a["n_seqs"] * a["rows"] * a["num_v"], 1, 1), (32, 4, 1), 0),
         ),
-        # state_in, state_out (num_v, state_size columns, state_size rows); may be equal: a warp owns its column.
+        # state_in, state_out (num_v, state_size columns, state_size rows), at multiples of 16 bytes; may be equal.
         # out (rows, num_v, state_size); null: discarded. tape: where to copy the operands, or null.
         Kernel(
             "gdn_scan",
@@ -150,7 +195,12 @@ KERNELS: dict[str, Kernel] = {
             " const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows,"
             " int num_v, int state_size, float scale, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: ((a["n_seqs"] * a["num_v"] * (a["state_size"] // SCAN_WARPS), 1, 1), (32, SCAN_WARPS, 1), 0),
+            lambda a: ((a["n_seqs"] * a["num_v"] * (a["state_size"] // SCAN_COLUMNS), 1, 1), (32, 4, 1), 0),
+        ),
+        # The three above in one launch, one entry per state_size; `recur_split` gives columns and blocks.
+        # tape: where to copy x and the operands of the scan, leaving the ring as it is, or null.
+        *(
+            Kernel(f"recur_step_{size}", "recur_step.cu", RECUR_PARAMS, _recur_shape) for size in SCAN_STATE_SIZES
         ),
         # counters[i] = a where bit i of (a_hi:a_lo) is set, = b where bit i of (b_hi:b_lo) is set; i < 128.
         Kernel(
@@ -241,6 +291,25 @@ class LaunchPlan:
 
     def launch(self, stream: int, args: Sequence[Any]) -> None:
         """Enqueues the kernel with its arguments in the table's order; slices give their address, None is null."""
+        grid, threads, shared_bytes = self._fill(args)
+        driver.launch_kernel(
+            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
+        )
+
+    def prepare(self, context: CudaContext, stream: CudaStream, args: Sequence[Any]) -> Launch:
+        """The launch of these arguments, to be run as often as wanted."""
+        shape = self._fill(args)
+        block = type(self._block).from_buffer_copy(self._block)
+        pointers = (ctypes.c_void_p * len(self.layout))(*(ctypes.addressof(block) + at for at, _ in self.layout))
+        call = driver.launch_arguments(self.handle, *shape, stream.handle, ctypes.addressof(pointers))
+        return Launch(self, context, stream, block, pointers, call)
+
+    def close(self) -> None:
+        """The kernel is gone."""
+        self.handle = 0
+
+    def _fill(self, args: Sequence[Any]) -> Shape:
+        """Puts the arguments into the block; returns the launch shape."""
         if len(args) != len(self.names):
             raise AbiError(f"{self.kernel.name} takes {len(self.names)} arguments, not {len(args)}")
         block = self._block
@@ -248,10 +317,44 @@ class LaunchPlan:
             if pointer:
                 value = 0 if value is None else value.ptr
             setattr(block, name, value)
-        grid, threads, shared_bytes = self.kernel.shape(dict(zip(self.names, args, strict=True)))
-        driver.launch_kernel(
-            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
-        )
+        return self.kernel.shape(dict(zip(self.names, args, strict=True)))
+
+
+class Launch:
+    """A kernel with its arguments in place, in a block of its own.
+
+    `field(name).value` writes one of them over: none that the launch shape depends on.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any, call: Any
+    ) -> None:
+        self._plan, self._context, self._stream = plan, context, stream
+        self._block, self._pointers = block, pointers  # what `call` has the address of
+        self._call, self._name = call, plan.kernel.name
+        self._fields: dict[str, Any] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the kernel is still loaded and the stream still there."""
+        return self._plan.handle != 0 and self._stream._handle is not None
+
+    def has(self, name: str) -> bool:
+        """Whether the kernel has a parameter of this name."""
+        return name in self._plan.names
+
+    def field(self, name: str) -> Any:
+        """The place of one argument."""
+        found = self._fields.get(name)
+        if found is None:
+            kind = dict(self._block._fields_)[name]
+            found = self._fields[name] = kind.from_buffer(self._block, getattr(type(self._block), name).offset)
+        return found
+
+    def run(self) -> None:
+        """Enqueues the kernel."""
+        self._context.bind()
+        driver.launch_kernel_again(self._call, self._name)
 
 
 def _unload_quietly(libraries: dict[str, int], pid: int) -> None:
@@ -283,16 +386,20 @@ class KernelSet:
         return self._load(KERNELS[name]) if found is None else found
 
     def load_all(self) -> None:
-        """Loads every kernel of the table."""
+        """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""
+        missing = {kernel.source for kernel in KERNELS.values()} - self._libraries.keys()
+        for source, cubin in nvrtc.compile_sources(sorted(missing), self.arch).items() if missing else ():
+            self._libraries[source] = driver.library_load_data(cubin)
         for name in KERNELS:
             self.plan(name)
 
     def close(self) -> None:
         """Unloads everything; may be called twice. The work that uses it must have ended."""
+        mine = [*(plan.close for plan in self._plans.values())]
+        mine += [functools.partial(driver.library_unload, library) for library in self._libraries.values()]
         self._plans.clear()
-        libraries = list(self._libraries.values())
         self._libraries.clear()
-        run_all(functools.partial(driver.library_unload, library) for library in libraries)
+        run_all(mine)
 
     def _load(self, kernel: Kernel) -> LaunchPlan:
         library = self._libraries.get(kernel.source)

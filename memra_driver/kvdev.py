@@ -27,7 +27,7 @@ from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, H
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.interop import same_stream
-from memra_driver.kernels import KERNELS, KernelSet
+from memra_driver.kernels import KERNELS, KernelSet, Launch
 from memra_driver.memory import Borrowed, run_all
 
 S = TypeVar("S")
@@ -63,8 +63,10 @@ class KvDev(Protocol[S]):
 
 
 def twin_of(name: str) -> Callable[..., None]:
-    """The NumPy twin of a kernel; all widths of attend have one."""
-    if name.startswith("attend"):
+    """The NumPy twin of a kernel; all widths of attend have one, and all state sizes of recur_step."""
+    if name.startswith("recur_step"):
+        found: Callable[..., None] = reference.recur_step
+    elif name.startswith("attend"):
         found = reference_attend.attend_combine if name == "attend_combine" else reference_attend.attend
     else:
         found = getattr(reference, name)
@@ -77,6 +79,7 @@ class _SliceDev:
     memory: Any
     arena: bool
     recording: Graph | None = None  # the capture that is open
+    prepares = False  # whether it has `prepare`
     _scratch: list[CudaSlice]
     _count: CudaSlice | None = None
 
@@ -173,6 +176,8 @@ class CudaDev(_SliceDev):
     One owner thread at a time. Raises NoDriver (says what to install), UnsupportedDriver, DriverError.
     """
 
+    prepares = True
+
     def __init__(
         self, device: int = 0, stream: Any = None, context: CudaContext | None = None, *, arena: bool = True
     ) -> None:
@@ -217,6 +222,11 @@ class CudaDev(_SliceDev):
         self.context.bind()
         plan = self.kernels.plan(name)
         plan.launch(self.stream.handle, args)
+
+    def prepare(self, name: str, args: Sequence[Any]) -> Launch:
+        """A launch with its arguments in place, for calls that come again; nothing is enqueued."""
+        self.context.bind()
+        return self.kernels.plan(name).prepare(self.context, self.stream, args)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
         """Copies between addresses of this device, in stream order."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memra_driver import layout
 from memra_driver.errors import StateError
-from memra_driver.place import Key, ordinal
-from memra_driver.plan import MAX_INT, CachePlan
+from memra_driver.place import Key
+from memra_driver.plan import CachePlan
 
 
 def scalar(name: str, doc: str) -> Any:
@@ -49,29 +50,29 @@ def _plane(name: str, doc: str) -> Any:
     return property(read, write, doc=doc)
 
 
-def _bind(c: Any, planes: dict[str, Any], owner: Any) -> dict[int, Any]:
-    """Writes the addresses of a layer's buffers into its C struct; returns the buffers by address."""
-    for name, plane in planes.items():
-        layout.put_slice(getattr(c, name), plane, ordinal(owner))
-    return {plane.ptr: plane for plane in planes.values()}
+def _own(names: Sequence[str], planes: Mapping[Key, Any], il: int, d: int) -> dict[int, Any]:
+    """The buffers of a layer by address, cut when one of them is first asked for."""
+    return {plane.ptr: plane for plane in (planes[name, il, d] for name in names)}
+
+
+def swap_states(c: layout.RecurLayerC) -> None:
+    """The two state buffers change places."""
+    state, alt = c.ssm_state, c.ssm_state_alt
+    state.ptr, alt.ptr, c.swaps = alt.ptr, state.ptr, c.swaps + 1
 
 
 class KvLayer:
     """Quantised K/V of one full-attention layer. Token t of K starts at byte t * k_tok_bytes of `k`."""
 
+    _NAMES = ("k", "v", "len_d")
+
     def __init__(self, c: layout.KvLayerC, plan: CachePlan, il: int, owner: Any, planes: Mapping[Key, Any]) -> None:
-        cfg, d = plan.cfg, plan.device_of(il)
-        self._c = c
-        self.owner = owner
-        c.present, c.device_index = 1, d
-        c.kv_dim_k, c.kv_dim_v = plan.kv_dims(il)
-        c.k_tok_bytes, c.v_tok_bytes = plan.tok_bytes(il)
-        c.k_format, c.v_format = (form.code for form in plan.formats(il))
-        c.n_head_kv = cfg.kv_heads(il)
-        c.head_dim_k, c.head_dim_v = cfg.head_dims(il)
-        c.window = min(cfg.window(il) or 0, MAX_INT)
-        self.max_ctx = plan.max_ctx
-        self._planes = _bind(c, {name: planes[name, il, d] for name in ("k", "v", "len_d")}, owner)
+        self._c, self.owner, self.max_ctx = c, owner, plan.max_ctx
+        self._cut = planes, il, c.device_index
+
+    @functools.cached_property
+    def _planes(self) -> dict[int, Any]:
+        return _own(self._NAMES, *self._cut)
 
     k = _plane("k", "u8 [max_ctx * k_tok_bytes + 8]")
     v = _plane("v", "u8 [max_ctx * v_tok_bytes + 8]")
@@ -93,20 +94,27 @@ class KvLayer:
 class RecurLayer:
     """Recurrent state of one linear-attention layer."""
 
+    _NAMES = ("conv_state", "ssm_state", "ssm_state_alt")
+
     def __init__(self, c: layout.RecurLayerC, plan: CachePlan, il: int, owner: Any, planes: Mapping[Key, Any]) -> None:
-        ssm, d = plan.cfg.ssm, plan.device_of(il)
-        assert ssm is not None  # the plan refuses a recurrent layer without it
-        self._c = c
-        self.owner = owner
-        c.present, c.device_index = 1, d
-        c.conv_dim, c.d_conv = ssm.conv_dim, ssm.conv_kernel
-        c.num_k, c.num_v, c.state_size = ssm.group_count, ssm.time_step_rank, ssm.state_size
-        names = ("conv_state", "ssm_state", "ssm_state_alt")
-        self.home, self.away = planes["ssm_state", il, d], planes["ssm_state_alt", il, d]  # where each was born
-        c.home, c.away = self.home.ptr, self.away.ptr
-        if ("tape", il, d) in planes:
-            layout.put_slice(c.tape, planes["tape", il, d], ordinal(owner))
-        self._planes = _bind(c, {name: planes[name, il, d] for name in names}, owner)
+        self._c, self.owner = c, owner
+        self._cut = planes, il, c.device_index
+
+    @functools.cached_property
+    def _planes(self) -> dict[int, Any]:
+        return _own(self._NAMES, *self._cut)
+
+    @functools.cached_property
+    def home(self) -> Any:
+        """Where ssm_state was born."""
+        planes, il, d = self._cut
+        return planes["ssm_state", il, d]
+
+    @functools.cached_property
+    def away(self) -> Any:
+        """Where ssm_state_alt was born."""
+        planes, il, d = self._cut
+        return planes["ssm_state_alt", il, d]
 
     conv_state = _plane("conv_state", "f32 [conv_dim, d_conv - 1], raw inputs, column 0 the oldest")
     ssm_state = _plane("ssm_state", "f32 [num_v, state_size columns, state_size rows]")
@@ -121,8 +129,7 @@ class RecurLayer:
 
     def swap(self) -> None:
         """Exchanges the handles of ssm_state and ssm_state_alt, as after an eager scan."""
-        c = self._c
-        c.ssm_state.ptr, c.ssm_state_alt.ptr, c.swaps = c.ssm_state_alt.ptr, c.ssm_state.ptr, c.swaps + 1
+        swap_states(self._c)
 
 
 class DflashTapSink:

@@ -262,6 +262,13 @@ STRUCTS: dict[str, type[Structure]] = {
 }
 
 
+def column(structs: Any, name: str, dtype: Any) -> np.ndarray[Any, Any]:
+    """One field of each struct of a ctypes array (of a memra_slice its address), as an array over the same memory."""
+    kind = type(structs)._type_
+    offset, stride = getattr(kind, name).offset, ctypes.sizeof(kind)
+    return np.ndarray(len(structs), dtype, buffer=structs, offset=offset, strides=(stride,))
+
+
 def put_slice(c: SliceC, plane: Any, device: int) -> None:
     """Writes a slice's address, length and dtype into a memra_slice."""
     c.ptr, c.len, c.device = plane.ptr, plane.len, device

@@ -200,7 +200,7 @@ class CudaSlice(Closing):
         if nbytes:
             self._allocation = _Allocation(memory, nbytes)
         self._describe(memory, self._allocation.ptr if self._allocation else 0, length, kind)
-        self._open = [True]  # shared with the views, emptied by close()
+        self._open = [True]  # shared with the views, emptied by close(); longer once a view was closed alone
 
     def _describe(self, memory: Memory, ptr: int, length: int, dtype: np.dtype[Any]) -> None:
         self.memory = memory
@@ -360,6 +360,8 @@ class CudaView(CudaSlice):
 
     def close(self) -> None:
         """Closes the view only."""
+        if self._open:
+            self._open.append(False)  # the owner's list tells that not every view of it is open
         self._open = []
 
     def _owner(self) -> CudaSlice:

@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -278,9 +278,20 @@ def compile_all(
 ) -> dict[tuple[str, str], bytes]:
     """Every source for every architecture, in threads: (source, arch) -> cubin. Raises the first CompileError."""
     pairs = [(source, arch) for arch in archs for source in sources(folder)]
+    return dict(zip(pairs, _compiled(pairs, jobs, folder), strict=True))
+
+
+def compile_sources(names: Sequence[str], arch: str) -> dict[str, bytes]:
+    """These sources for one architecture, in threads: source -> cubin. Raises the first CompileError."""
+    return dict(zip(names, _compiled([(name, arch) for name in names]), strict=True))
+
+
+def _compiled(
+    pairs: Sequence[tuple[str, str]], jobs: int | None = None, folder: Path | None = None
+) -> list[bytes]:
+    """The cubin of each (source, arch)."""
     with ThreadPoolExecutor(max_workers=jobs or os.cpu_count()) as pool:
-        cubins = pool.map(lambda pair: compile_cubin(pair[0], pair[1], folder), pairs)
-        return dict(zip(pairs, cubins, strict=True))
+        return list(pool.map(lambda pair: compile_cubin(pair[0], pair[1], folder), pairs))
 
 
 def cubin_files(arch: str) -> list[Path]:

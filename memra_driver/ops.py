@@ -30,11 +30,12 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
-from memra_driver.kernels import attend_kernel
+from memra_driver.kernels import attend_kernel, recur_split
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, MAX_INT, SCAN_STATE_SIZES, attend_part_bytes
+from memra_driver.prepared import enqueued_again, prepare
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -49,6 +50,9 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
 
     len and len_d become max(len, pos + T) in the same launch. Opens the step, or belongs to it.
     """
+    given = (k_rows, v_rows)
+    if enqueued_again(e, cache, "append_kv", il, (), given):
+        return
     layer = _kv(e, cache, il)
     k = _rows(e, cache, k_rows, "k_rows", (layer.kv_dim_k,))
     rows = _count(cache, k, layer.kv_dim_k)
@@ -59,14 +63,16 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
     with cache.step(e, il, StepOp.APPEND, rows) as at:
         # The device finds the length by itself where it knows better than the host.
         length = -1 if at.pos_d is not None or at.seqs is not None else max(layer.len, at.slot + rows)
-        e.launch(
-            "append_kv", k, v, layer.k, layer.v, layer.len_d, at.pos_d, at.slot, rows, length, layer.max_ctx,
-            layer.kv_dim_k, layer.kv_dim_v, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format,
-            at.seqs, at.n_seqs, at.health, il,
+        args = (
+            k, v, layer.k, layer.v, layer.len_d, at.pos_d, at.slot, rows, length, layer.max_ctx, layer.kv_dim_k,
+            layer.kv_dim_v, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, at.seqs, at.n_seqs,
+            at.health, il,
         )  # fmt: skip
+        e.launch("append_kv", *args)
         for member in cache.members:
             own = member.kv_layer(il)
             own.len = max(own.len, member.pos + rows)
+    prepare(e, cache, "append_kv", il, (), given, il, StepOp.APPEND, rows, [("append_kv", args)])
 
 
 def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
@@ -99,6 +105,9 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
     x, out [T, conv_dim]; w [conv_dim, d_conv], column 0 for the oldest input.
     out[t, c] = y / (1 + exp(-y)), y = sum_j w[c, j] * input[t - d_conv + 1 + j, c].
     """
+    given = (x, w, out)
+    if enqueued_again(e, cache, "conv_update", il, (), given):
+        return
     layer = _recur(e, cache, il)
     inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
     rows = _count(cache, inputs, layer.conv_dim)
@@ -109,10 +118,12 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
         return
     with cache.step(e, il, StepOp.CONV, rows) as at:
         tape = cache.tape(il, rows)[0] if cache.open_round is not None else None
-        e.launch(
-            "conv_update", inputs, weights, layer.conv_state, result, tape, at.pos_d, at.slot, rows, layer.conv_dim,
-            layer.d_conv, at.seqs, at.n_seqs, at.health, il,
+        args = (
+            inputs, weights, layer.conv_state, result, tape, at.pos_d, at.slot, rows, layer.conv_dim, layer.d_conv,
+            at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
+        e.launch("conv_update", *args)
+    prepare(e, cache, "conv_update", il, (), given, il, StepOp.CONV, rows, [("conv_update", args)])
 
 
 def gdn_prep(
@@ -126,6 +137,9 @@ def gdn_prep(
     q, k: x * rsqrt(sum x^2 + eps), value head h takes key head h mod num_k. beta = sigmoid(beta_raw).
     g_log = a * softplus(alpha + dt_bias), the identity above 20.
     """
+    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
+    if enqueued_again(e, cache, "gdn_prep", il, (eps,), given):
+        return
     layer = _recur(e, cache, il)
     cache.check_readable("gdn_prep")
     _check_state_size(layer, "gdn_prep")
@@ -146,10 +160,12 @@ def gdn_prep(
     if rows == 0:
         return
     at = cache.at(il)
-    e.launch(
-        "gdn_prep", *inputs.values(), *outputs.values(), at.pos_d, at.slot, rows, layer.num_k, heads, size, eps,
-        at.seqs, at.n_seqs, at.health, il,
+    args = (
+        *inputs.values(), *outputs.values(), at.pos_d, at.slot, rows, layer.num_k, heads, size, eps, at.seqs, at.n_seqs,
+        at.health, il,
     )  # fmt: skip
+    e.launch("gdn_prep", *args)
+    prepare(e, cache, "gdn_prep", il, (eps,), given, il, None, rows, [("gdn_prep", args)])
 
 
 def gdn_scan(
@@ -160,6 +176,9 @@ def gdn_scan(
     q, k, v, out [T, num_v, state_size]; g_log, beta [T, num_v]. Per row and head, S [column][row]:
     kv = S k; dl = beta * (v - g kv); S = g S + dl k^T; out = scale * S q, with g = exp(g_log).
     """
+    given = (q, k, v, g_log, beta, out)
+    if enqueued_again(e, cache, "gdn_scan", il, (scale,), given):
+        return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "gdn_scan")
     heads, size = layer.num_v, layer.state_size
@@ -175,18 +194,55 @@ def gdn_scan(
     if rows == 0:
         return
     with cache.step(e, il, StepOp.SCAN, rows) as at:
-        before, after, tape = layer.ssm_state, layer.ssm_state_alt, None
-        if cache.recording is not None:
-            before = after = layer.home
-        if cache.open_round is not None:
-            after = layer.away if before is layer.home else layer.home
-            tape = cache.scan_tape(il, rows)
-        e.launch(
-            "gdn_scan", *inputs.values(), before, after, result, tape, None, rows, heads, size, scale,
+        tape = cache.scan_tape(il, rows) if cache.open_round is not None else None
+        args = (
+            *inputs.values(), *_states(cache, layer), result, tape, None, rows, heads, size, scale, at.seqs, at.n_seqs,
+            at.health, il,
+        )  # fmt: skip
+        e.launch("gdn_scan", *args)
+        _swap(cache, layer)
+    prepare(e, cache, "gdn_scan", il, (scale,), given, il, StepOp.SCAN, rows, [("gdn_scan", args)])
+
+
+def recur_step(
+    e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, alpha: Any, beta_raw: Any, dt_bias: Any, a: Any,
+    out: Any, *, eps: float, scale: float,
+) -> None:  # fmt: skip
+    """conv_update, gdn_prep and gdn_scan of layer il in one launch, with the bits of the three.
+
+    x [T, conv_dim]; w [conv_dim, d_conv]; alpha, beta_raw [T, num_v]; dt_bias, a [num_v]; out [T, num_v, state_size].
+    It counts as the layer's conv_update and gdn_scan of the step, in rounds, captures and batches too.
+    """
+    given = (x, w, alpha, beta_raw, dt_bias, a, out)
+    if enqueued_again(e, cache, "recur_step", il, (eps, scale), given):
+        return
+    layer = _recur(e, cache, il)
+    _check_state_size(layer, "recur_step")
+    heads, size = layer.num_v, layer.state_size
+    inputs = {"x": _rows(e, cache, x, "x", (layer.conv_dim,))}
+    rows = _count(cache, inputs["x"], layer.conv_dim)
+    inputs["w"] = operand(w, "w", (layer.d_conv,), _F32, e, rows=layer.conv_dim, out=False)
+    for name, value in (("alpha", alpha), ("beta_raw", beta_raw)):
+        inputs[name] = _rows(e, cache, value, name, (heads,), rows)
+    for name, value in (("dt_bias", dt_bias), ("a", a)):
+        inputs[name] = vector(value, name, heads, e)
+    result = _rows(e, cache, out, "out", (heads, size), rows, out=True)
+    planes = _planes(cache, il, "conv_state", "ssm_state", "ssm_state_alt")
+    refuse_overlap({"out": result} | planes, inputs)
+    eps, scale = _number("eps", eps), _number("scale", scale)
+    if rows == 0:
+        return
+    with cache.step(e, il, StepOp.CONV | StepOp.SCAN, rows) as at:
+        tape = cache.step_tape(il) if cache.open_round is not None else None
+        args = (
+            *inputs.values(), layer.conv_state, *_states(cache, layer), result, tape, at.pos_d, at.slot, rows,
+            layer.d_conv, layer.num_k, heads, size, *recur_split(at.n_seqs, layer.num_k, heads, size), eps, scale,
             at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
-        if at.seqs is None and cache.recording is None and cache.open_round is None:
-            layer.swap()
+        e.launch(f"recur_step_{size}", *args)
+        _swap(cache, layer)
+    prepare(e, cache, "recur_step", il, (eps, scale), given, il, StepOp.CONV | StepOp.SCAN, rows,
+            [(f"recur_step_{size}", args)])  # fmt: skip
 
 
 def attend(
@@ -200,6 +256,9 @@ def attend(
     float64 value over the dequantised rows; values of V beyond 65504 become infinite. May be called again in a step;
     refused where rows below pos + T are missing, and beyond CacheOptions.max_rows.
     """
+    given = (q, out)
+    if enqueued_again(e, cache, "attend", il, (scale, window), given):
+        return
     _check_kernels(e)
     source = cache.cfg.kv_source(il)
     layer = _kv(e, cache, source)
@@ -230,15 +289,18 @@ def attend(
         return
     at = cache.at(source)
     part = e.attend_scratch(at.n_seqs * attend_part_bytes(rows, heads, hv))
-    e.launch(
-        attend_kernel(hk, hv, rows * gqa), queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads,
-        layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, scale, width,
-        part, at.seqs, at.n_seqs, at.health, il,
-    )  # fmt: skip
-    e.launch(
-        "attend_combine", part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs,
+    sums = (
+        queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads, layer.n_head_kv, hk, hv,
+        layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, scale, width, part, at.seqs, at.n_seqs,
         at.health, il,
     )  # fmt: skip
+    combined = (
+        part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs, at.health, il,
+    )  # fmt: skip
+    launches = [(attend_kernel(hk, hv, rows * gqa), sums), ("attend_combine", combined)]
+    for name, args in launches:
+        e.launch(name, *args)
+    prepare(e, cache, "attend", il, (scale, window), given, source, None, rows, launches)
 
 
 def _number(name: str, value: Any) -> float:
@@ -297,6 +359,22 @@ def _planes(cache: Cache | CacheBatch, il: int, *names: str) -> dict[str, Any]:
             layer: Any = member.kv[il] if member.kv[il] is not None else member.recur[il]
             found[name if cache.batch is None else f"{name} of sequence {i}"] = getattr(layer, name)
     return found
+
+
+def _states(cache: Cache | CacheBatch, layer: RecurLayer) -> tuple[Any, Any]:
+    """What the scan of a step reads and what it writes; a batch's are in its table."""
+    before, after = layer.ssm_state, layer.ssm_state_alt
+    if cache.recording is not None:
+        before = after = layer.home
+    if cache.open_round is not None:
+        after = layer.away if before is layer.home else layer.home
+    return before, after
+
+
+def _swap(cache: Cache | CacheBatch, layer: RecurLayer) -> None:
+    """Behind a scan that did not work in place, and is no round's."""
+    if cache.batch is None and cache.recording is None and cache.open_round is None:
+        layer.swap()
 
 
 def _check_kernels(e: Any) -> None:

@@ -7,6 +7,7 @@ buffers of each sequence, and of (dst, src) byte arrays.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -115,12 +116,16 @@ def conv_update(a: Args) -> None:
 def conv_ring_rebuild(a: Args) -> None:
     taken = a["accept"] if a["accept_d"] is None else int(a["accept_d"][0])
     if not 0 <= taken <= a["rows"]:
-        report(a, BAD_ACCEPT, 0)
+        for _ in range(a["n_layers"]):
+            report(a, BAD_ACCEPT, 0)
         return
     channels, pad = a["conv_dim"], a["d_conv"] - 1
-    old, x = a["ring_old"].reshape(channels, pad).copy(), a["x"].reshape(-1, channels)
-    for c in range(channels):
-        a["conv_state"][c * pad : (c + 1) * pad] = [*old[c], *x[:taken, c]][taken:]
+    old = a["ring_old"].copy()
+    for i in range(a["n_layers"]):
+        x = a["x"][i * a["x_apart"] :][: a["rows"] * channels].reshape(-1, channels)
+        for c in range(channels):
+            at = i * a["ring_apart"] + c * pad
+            a["conv_state"][at : at + pad] = [*old[at : at + pad], *x[:taken, c]][taken:]
 
 
 def gdn_prep(a: Args) -> None:
@@ -164,6 +169,18 @@ def gdn_scan(a: Args) -> None:
     if a["tape"] is not None:
         kept = np.concatenate(operands)
         a["tape"][: kept.size] = kept
+
+
+def recur_step(a: Args) -> None:
+    rows, values, size = a["rows"], a["num_v"], a["state_size"]
+    channels = (2 * a["num_k"] + values) * size
+    step = a | {"conv_dim": channels, "out": np.empty(rows * channels), "accept_d": None}
+    conv_update(step)
+    step["conv_out"] = step["out"]
+    for name, width in (("q", size), ("k", size), ("v", size), ("g_log", 1), ("beta", 1)):
+        step[name] = np.empty(rows * values * width)
+    gdn_prep(step)
+    gdn_scan(step | {"out": a["out"], "tape": None if a["tape"] is None else a["tape"][rows * channels :]})
 
 
 def set_counters(a: Args) -> None:
@@ -251,6 +268,7 @@ SHARED = {
     "conv_update": ("x", "out"),
     "gdn_prep": ("conv_out", "alpha", "beta_raw", "q", "k", "v", "g_log", "beta"),
     "gdn_scan": ("q", "k", "v", "g_log", "beta", "out"),
+    "recur_step": ("x", "alpha", "beta_raw", "out"),
     "attend": ("q", "part"),
     "attend_combine": ("part", "out"),
 }
@@ -258,7 +276,7 @@ SHARED = {
 
 def run(kernel: str, a: Args) -> None:
     """Does to the arrays of `a` what the kernel should do."""
-    name = "attend" if kernel.startswith("attend_") and kernel != "attend_combine" else kernel
+    name = kernel if kernel == "attend_combine" else re.sub(r"^(attend|recur_step)_.*", r"\1", kernel)
     one: Callable[[Args], None] = globals()[name]
     if a.get("seqs") is None or name not in SHARED:
         one(a)

@@ -6,13 +6,12 @@ address, kernels. This file is the only one that asks which of them a device has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
-from memra_driver.layout import DTYPE_NAMES
 from memra_driver.memory import run_all
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
@@ -74,33 +73,70 @@ def check_fit(plan: CachePlan, devices: Sequence[Any]) -> None:
             )
 
 
-def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[dict[Key, Any], list[Any]]:
+class Planes(Mapping[Key, Any]):
+    """The planes of a cache by key. Those in an arena are cut from it when they are first asked for.
+
+    An arena also has the planes "counters", which spans its len_d and pos_d, and "states", which a snapshot keeps.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.arenas: dict[int, Any] = {}  # by device index
+        self._cuts = plan.cuts
+        self._found: dict[Key, Any] = {}
+
+    def put(self, key: Key, plane: Any) -> None:
+        """A plane that is an allocation of its own."""
+        self._found[key] = plane
+
+    def __getitem__(self, key: Key) -> Any:
+        found = self._found.get(key)
+        if found is None:
+            arena = self.arenas[key[2]]
+            found = self._found[key] = arena.plane(*self._cuts[key])
+        return found
+
+    def apart(self, name: str, first: int, second: int, d: int) -> int:
+        """Elements from where plane `name` of one layer begins in the arena to where that of another does."""
+        (begin, _, dtype), (end, _, _) = self._cuts[name, first, d], self._cuts[name, second, d]
+        return (end - begin) // np.dtype(dtype).itemsize
+
+    def span(self, name: str, first: int, last: int, d: int) -> Any:
+        """The arena from plane `name` of layer `first` to the end of that of layer `last`, with what lies between."""
+        begin, _, dtype = self._cuts[name, first, d]
+        length = self._cuts[name, last, d][1]
+        if not length:
+            return self[name, first, d]
+        return self.arenas[d].plane(begin, self.apart(name, first, last, d) + length, dtype)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._found or (key in self._cuts and key[2] in self.arenas)
+
+    def __iter__(self) -> Iterator[Key]:
+        return filter(self.__contains__, self._cuts)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
     """Allocates every plane: views into one cleared arena per device, or the seven operations in the Rust order.
 
-    Returns the planes by key and the allocations that own them. An arena also has the planes "counters", which
-    spans its len_d and pos_d, and "states", which a snapshot keeps. On a failure nothing stays allocated.
+    Returns the planes by key and the allocations that own them. On a failure nothing stays allocated.
     """
-    planes: dict[Key, Any] = {}
+    planes = Planes(plan)
     owners: list[Any] = []
     try:
         for device, e in zip(plan.per_device, devices, strict=True):
             if has_arena(e):
                 arena = e.alloc_arena(device.arena_bytes)
                 owners.append(arena)
-                mine = [row for row in plan.planes if row.device == device.device]
-                for row in mine:
-                    planes[row.plane, row.layer, row.device] = arena.plane(row.offset, row.len, DTYPE_NAMES[row.dtype])
-                packed = [row for row in mine if row.dtype == "i32"]
-                first = min(row.offset for row in packed)
-                planes["counters", None, device.device] = arena.plane(first, len(packed), DTYPE_NAMES["i32"])
-                begin, end = device.snapshot
-                planes["states", None, device.device] = arena.plane(begin, (end - begin) // 4, DTYPE_NAMES["f32"])
-        for row in plan.planes:
+                planes.arenas[device.device] = arena
+        for row in () if len(planes.arenas) == len(devices) else plan.planes:
             e = devices[row.device]
             if not has_arena(e):
                 plane = _alloc(e, row)
                 owners.append(plane)
-                planes[row.plane, row.layer, row.device] = plane
+                planes.put((row.plane, row.layer, row.device), plane)
     except BaseException:
         close_slices(owners)
         raise
@@ -176,7 +212,7 @@ def commit_counter_actions(
     actions: list[Action] = []
     for target, mask in launches:
         last = int(target is launches[-1][0])
-        args = (target, pos_d, count, accept, rows, _signed(mask), _signed(mask >> 64), last, health, 0)
+        args = (target, pos_d, count, accept, rows, signed_word(mask), signed_word(mask >> 64), last, health, 0)
         actions.append(lambda args=args: e.launch("commit_counters", *args))  # type: ignore[misc]
     return actions
 
@@ -185,11 +221,11 @@ def _set_action(e: Any, target: Any, values: dict[int, int], health: Any) -> Act
     """One launch that sets target[i] = values[i]: at most two distinct values, i below COUNTERS_PER_LAUNCH."""
     a, b = min(values.values()), max(values.values())
     masks = [sum(1 << i for i, v in values.items() if v == value) for value in (a, b)]
-    words = [_signed(mask >> shift) for mask in masks for shift in (0, 64)]
+    words = [signed_word(mask >> shift) for mask in masks for shift in (0, 64)]
     return lambda: e.launch("set_counters", target, a, b, *words, health, 0)
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """The low 64 bits as the signed number that a `long long` parameter takes."""
     word &= 2**64 - 1
     return word - (word >> 63 << 64)

@@ -12,6 +12,7 @@ while the number is odd.
 
 from __future__ import annotations
 
+import functools
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -58,6 +59,14 @@ def check_fence(fence: Sequence[int], cfg: ModelConfig) -> tuple[int, ...]:
     return bounds
 
 
+@functools.lru_cache(maxsize=16, typed=True)
+def _planned(
+    cfg: ModelConfig, max_ctx: int, policy: FormatPolicy, options: CacheOptions | None, fence: tuple[int, ...] | None,
+    placement: tuple[int, ...] | None,
+) -> CachePlan:  # fmt: skip
+    return CachePlan(cfg, max_ctx, policy, options, fence, placement=placement)
+
+
 class CachePlan:
     """Every buffer of a cache for `cfg` at `max_ctx` tokens.
 
@@ -100,6 +109,40 @@ class CachePlan:
         self.rows, self.per_device = self._place()
         offsets = {(row.plane, row.layer, row.device): row for row in self.rows}
         self.planes = tuple(offsets[row.plane, row.layer, row.device] for row in self.planes)
+
+    @classmethod
+    def of(
+        cls, cfg: ModelConfig, max_ctx: int, policy: FormatPolicy | None, options: CacheOptions | None,
+        fence: Sequence[int] | None = None, placement: Sequence[int] | None = None,
+    ) -> CachePlan:  # fmt: skip
+        """The plan of these arguments, an earlier one where there was one: caches of one kind share theirs."""
+        policy = FormatPolicy.from_env() if policy is None else policy
+        fence, placement = (None if each is None else tuple(each) for each in (fence, placement))
+        try:
+            return _planned(cfg, max_ctx, policy, options, fence, placement)
+        except TypeError:  # what cannot be hashed is refused by its name, or planned anew
+            return cls(cfg, max_ctx, policy, options, fence, placement=placement)
+
+    @functools.cached_property
+    def cuts(self) -> dict[tuple[str, int | None, int], tuple[int, int, str]]:
+        """Byte offset, elements and dtype in its arena of each plane, by name, layer and device.
+
+        With "counters", the packed len_d and pos_d of a device, and "states", what a snapshot keeps of it.
+        """
+        cuts: dict[tuple[str, int | None, int], tuple[int, int, str]] = {}
+        for row in self.planes:
+            cuts[row.plane, row.layer, row.device] = row.offset, row.len, DTYPE_NAMES[row.dtype].name
+        for device in self.per_device:
+            d, (begin, end) = device.device, device.snapshot
+            packed = [row.offset for row in self.planes if row.device == d and row.dtype == "i32"]
+            cuts["counters", None, d] = min(packed), len(packed), DTYPE_NAMES["i32"].name
+            cuts["states", None, d] = begin, (end - begin) // 4, DTYPE_NAMES["f32"].name
+        return cuts
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[int, bool, bool], ...]:
+        """Device index, and whether it gets K/V planes and recurrent state, of each layer."""
+        return tuple((self.device_of(il), self.has_kv(il), self.has_state(il)) for il in range(self.cfg.n_layer))
 
     # What the layers are.
 
@@ -334,8 +377,8 @@ class CachePlan:
         cfg, ssm = self.cfg, self.cfg.ssm
         recurrent = ssm is not None and any(self.has_state(il) for il in range(cfg.n_layer))
         if ssm is not None and recurrent and ssm.state_size not in SCAN_STATE_SIZES:
-            sizes = list(SCAN_STATE_SIZES)
-            problems.append(f"gdn_prep and gdn_scan: state_size {ssm.state_size} has no kernel; there are {sizes}")
+            lacking = f"state_size {ssm.state_size} has no kernel; there are {list(SCAN_STATE_SIZES)}"
+            problems.append(f"gdn_prep, gdn_scan and recur_step: {lacking}")
         for il in range(cfg.n_layer):
             source = self.kv_source(il)
             if source is None:
@@ -345,9 +388,9 @@ class CachePlan:
                     problems.append(
                         f"attend, layer {il}: {name} {dim} has no kernel; there are {list(ATTEND_HEAD_DIMS)}"
                     )
-            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(il))
+            gqa, rest = divmod(cfg.heads(il), cfg.kv_heads(source))
             if rest or not 1 <= gqa <= MAX_GQA:
-                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(il)} K/V heads"
+                heads = f"{cfg.heads(il)} query heads over {cfg.kv_heads(source)} K/V heads"
                 problems.append(f"attend, layer {il}: {heads}; 1 to {MAX_GQA} query heads each")
             if self.device_of(il) != self.device_of(source):
                 problems.append(f"attend, layer {il}: it reads the K/V of layer {source}, which is on another device")

@@ -134,18 +134,23 @@ def conv_update(
 
 def conv_ring_rebuild(
     x: F32, ring_old: F32, conv_state: F32, accept_d: I32 | None, accept: int, rows: int, conv_dim: int, d_conv: int,
-    health: U8 | None, layer: int,
+    n_layers: int, x_apart: int, ring_apart: int, health: U8 | None, layer: int,
 ) -> None:
-    """conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself)."""
+    """conv_state = the ring after the first `accept` rows of x on top of ring_old (may be conv_state itself).
+
+    Of n_layers at once: x and the rings of the next begin x_apart and ring_apart elements further.
+    """
     accept = accept if accept_d is None else int(accept_d[0])
     if accept < 0 or accept > rows:
-        report(health, Fault.BAD_ACCEPT, layer, 0, 1)
+        report(health, Fault.BAD_ACCEPT, layer, 0, n_layers)
         return
     shape = (conv_dim, d_conv - 1)
     size = shape[0] * shape[1]
-    taken = x[: accept * conv_dim].reshape(accept, conv_dim)
-    history = np.concatenate([ring_old[:size].reshape(shape).T, taken])
-    conv_state[:size].reshape(shape)[:] = history[accept:].T
+    for i in range(n_layers):
+        ring, inputs = slice(i * ring_apart, i * ring_apart + size), i * x_apart
+        taken = x[inputs : inputs + accept * conv_dim].reshape(accept, conv_dim)
+        history = np.concatenate([ring_old[ring].reshape(shape).T, taken])
+        conv_state[ring].reshape(shape)[:] = history[accept:].T
 
 
 def _lane_sum(products: F32) -> F32:
@@ -238,6 +243,37 @@ def gdn_scan(
                 if result is not None:
                     np.multiply(state, q[t, heads], out=part)
                     np.multiply(_lane_sum(part)[..., 0], np.float32(scale), out=result[t, heads])
+
+
+@batched(
+    ("x", "alpha", "beta_raw", "out"),
+    conv_state=lambda a: (2 * a["num_k"] + a["num_v"]) * a["state_size"] * (a["d_conv"] - 1),
+    ssm_state=lambda a: a["num_v"] * a["state_size"] ** 2,
+)
+def recur_step(
+    x: F32, w: F32, alpha: F32, beta_raw: F32, dt_bias: F32, a: F32, conv_state: F32, state_in: F32, state_out: F32,
+    out: F32, tape: F32 | None, pos_d: I32 | None, slot: int, rows: int, d_conv: int, num_k: int, num_v: int,
+    state_size: int, columns: int, blocks: int, eps: float, scale: float, seqs: U64 | None, n_seqs: int,
+    health: U8 | None, layer: int,
+) -> None:
+    """conv_update, gdn_prep and gdn_scan in one. With a tape, x and the scan's operands are copied there.
+
+    columns and blocks say how a GPU shares the work.
+    """
+    conv_dim, gates = (2 * num_k + num_v) * state_size, rows * num_v
+    mixed = np.empty(rows * conv_dim, np.float32)
+    q, k, v = (np.empty(gates * state_size, np.float32) for _ in range(3))
+    g_log, beta = np.empty((2, gates), np.float32)
+    conv_update(x, w, conv_state, mixed, tape, pos_d, slot, rows, conv_dim, d_conv, None, 1, health, layer)
+    gdn_prep(
+        mixed, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta, pos_d, slot, rows, num_k, num_v, state_size, eps,
+        None, 1, health, layer,
+    )  # fmt: skip
+    behind = None if tape is None else tape[rows * conv_dim :]
+    gdn_scan(
+        q, k, v, g_log, beta, state_in, state_out, out, behind, None, rows, num_v, state_size, scale, None, 1, health,
+        layer,
+    )  # fmt: skip
 
 
 def set_counters(

@@ -17,7 +17,10 @@ import numpy as np
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, StateError, UnsupportedError
 from memra_driver.interop import operand
 from memra_driver.layout import CacheState, StepOp
-from memra_driver.place import Action, has_kernels, ordinal, run_actions
+from memra_driver.place import Action, has_arena, has_kernels, ordinal, run_actions
+from memra_driver.prepared import enqueue
+
+_CONV, _SCAN = int(StepOp.CONV), int(StepOp.SCAN)
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -95,7 +98,7 @@ class Round:
             return
         cache = self.cache
         in_place = cache.device_clock
-        actions: list[Action] = []
+        actions = self._rebuild_rings(None, accept_len, rows)
         swaps: list[RecurLayer] = []
         for il, layer in self._recurrent():
             owner = layer.owner
@@ -121,7 +124,7 @@ class Round:
         """
         cache, rows = self.cache, self._rows()
         counts = self._on_each_device(accept_d)
-        actions: list[Action] = []
+        actions = self._rebuild_rings(counts, 0, rows)
         for il, layer in self._recurrent():
             count = counts[cache.plan.device_of(il)]
             actions += self._commit_layer(layer.owner, il, layer, count, 0, rows, swap=False)
@@ -159,20 +162,60 @@ class Round:
     def _commit_layer(
         self, e: Any, il: int, layer: RecurLayer, count: Any, accept: int, rows: int, *, swap: bool
     ) -> list[Action]:
-        """Ring and state of one layer after the accepted rows; without `swap` always in place."""
-        cache, actions = self.cache, []
-        x, q, k, v, g_log, beta = cache.tape(il, rows)
-        health = cache.health_d(il)
-        if layer.step_ops & StepOp.CONV:
-            ring = layer.conv_state
-            args = (x, ring, ring, count, accept, rows, layer.conv_dim, layer.d_conv, health, il)
-            actions.append(lambda: e.launch("conv_ring_rebuild", *args))
-        if layer.step_ops & StepOp.SCAN and not (swap and accept == rows):
-            state = layer.home if cache.recording is not None else layer.ssm_state  # what the scan read
-            taken = rows if count is not None else accept
-            again = (q, k, v, g_log, beta, state, state, None, None, count, taken, layer.num_v, layer.state_size, 1.0)
-            actions.append(lambda: e.launch("gdn_scan", *again, None, 1, health, il))
-        return actions
+        """The state of one layer after the accepted rows; without `swap` always in place."""
+        cache = self.cache
+
+        def rescan() -> tuple[Any, ...]:
+            _, *tape = cache.tape(il, rows)
+            sizes = layer.num_v, layer.state_size, 1.0
+            return *tape, state, state, None, None, count, taken, *sizes, None, 1, cache.health_d(il), il
+
+        if not layer.step_ops & _SCAN or (swap and accept == rows):
+            return []
+        state = layer.home if cache.recording is not None else layer.ssm_state  # what the scan read
+        taken = rows if count is not None else accept
+        fresh = {"accept_d": count, "rows": taken, "state_in": state, "state_out": state}
+        return [enqueue(e, cache, ("rescan", il, rows), "gdn_scan", rescan, fresh)]
+
+    def _rebuild_rings(self, counts: list[Any] | None, accept: int, rows: int) -> list[Action]:
+        """The rings after the accepted rows: one launch for layers whose rings and tapes lie equally far apart."""
+        runs: list[list[int]] = []
+        for il, layer in self._recurrent():
+            if not layer.step_ops & _CONV:
+                continue
+            if runs and self._continues(runs[-1], il):
+                runs[-1].append(il)
+            else:
+                runs.append([il])
+        return [self._rebuild_run(run, counts, accept, rows) for run in runs]
+
+    def _continues(self, run: list[int], il: int) -> bool:
+        """Whether layer il lies in the arena of the layers of a run, as far from the last as they from each other."""
+        cache, last = self.cache, run[-1]
+        d = cache.plan.device_of(il)
+        if d != cache.plan.device_of(last) or not has_arena(cache.devices[d]):
+            return False
+        apart = cache.planes.apart
+        names = ("tape", "conv_state")
+        return len(run) == 1 or all(apart(name, last, il, d) == apart(name, run[-2], last, d) for name in names)
+
+    def _rebuild_run(self, run: list[int], counts: list[Any] | None, accept: int, rows: int) -> Action:
+        cache, first, last = self.cache, run[0], run[-1]
+        d, layer, planes = cache.plan.device_of(first), cache.recur[first], cache.planes
+        count = None if counts is None else counts[d]
+        assert layer is not None
+
+        def args() -> tuple[Any, ...]:
+            apart = [0, 0]
+            x, ring = planes["tape", first, d], layer.conv_state
+            if len(run) > 1:
+                x, ring = (planes.span(name, first, last, d) for name in ("tape", "conv_state"))
+                apart = [planes.apart(name, first, run[1], d) for name in ("tape", "conv_state")]
+            sizes = rows, layer.conv_dim, layer.d_conv, len(run)
+            return x, ring, ring, count, accept, *sizes, *apart, cache.health_d(first), first
+
+        key, fresh = ("rebuild", first, last, len(run), rows), {"accept_d": count, "accept": accept}
+        return enqueue(layer.owner, cache, key, "conv_ring_rebuild", args, fresh)
 
     def _recurrent(self) -> list[tuple[int, RecurLayer]]:
         return [(il, layer) for il, layer in enumerate(self.cache.recur) if layer is not None and layer.step_ops]

@@ -15,10 +15,10 @@ import numpy as np
 from memra_driver import layout
 from memra_driver.config import ModelConfig
 from memra_driver.errors import CapacityError, ConfigError, DeviceMismatch, MemraError, SnapshotError, StateError
-from memra_driver.graph import captures_of_this_thread
+from memra_driver.graph import captures_of_this_thread, open_captures
 from memra_driver.layers import KvLayer, RecurLayer, fixed, scalar
 from memra_driver.layout import CacheState, Recorder, StepOp
-from memra_driver.place import Key
+from memra_driver.place import Planes
 from memra_driver.plan import CachePlan
 from memra_driver.snapshot import CacheSnapshot
 
@@ -38,6 +38,11 @@ class At(NamedTuple):
     health: Any
 
 
+def op_name(op: StepOp) -> str:
+    """What errors call an operation of a step."""
+    return "recur_step" if op == StepOp.CONV | StepOp.SCAN else str(op.name).lower()
+
+
 def _shape(plane: Any) -> tuple[Any, ...]:
     """Elements, dtype and device of a slice, as far as it has them."""
     dtype = getattr(plane, "dtype", None)
@@ -52,9 +57,12 @@ class CacheRules:
     kv: list[KvLayer | None]
     recur: list[RecurLayer | None]
     plan: CachePlan
-    _planes: dict[Key, Any]
+    _planes: Planes
+    prepared: dict[Any, Any]  # operations that were checked, by prepared.key_of
     _round: Round | None = None
     _c: layout.CacheC
+    _attending: list[tuple[int, KvLayer]]
+    _step_ops: tuple[np.ndarray[Any, Any], ...]  # those of all layers, in the C structs
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
     max_ctx = fixed("max_ctx", "capacity in tokens")
@@ -74,6 +82,8 @@ class CacheRules:
     @property
     def recording(self) -> Graph | None:
         """The graph that is being recorded on one of the cache's devices."""
+        if not open_captures:
+            return None
         return next((e.recording for e in self.devices if getattr(e, "recording", None) is not None), None)
 
     @property
@@ -135,7 +145,7 @@ class CacheRules:
             raise StateError(f"{what}: the C library records this cache; end that capture first")
 
     def check_device(self, e: Any) -> None:
-        if not any(e is each for each in self.devices):
+        if e is not self.devices[0] and not any(e is each for each in self.devices):
             raise DeviceMismatch(f"the {e!r} given is none of the objects of this cache, {list(self.devices)}")
 
     def check_state(self, what: str, *allowed: CacheState) -> None:
@@ -152,16 +162,19 @@ class CacheRules:
 
     def check_open(self, what: str) -> None:
         """Refused on a closed cache only."""
-        self.check_state(what, *(state for state in CacheState if state is not CacheState.CLOSED))
+        if self.state is CacheState.CLOSED:
+            self.check_state(what)
 
     def check_settled(self, what: str) -> None:
         """Ready, and no step, round or capture open."""
-        self.check_not_recording(what)
-        if self.open_round is not None:
-            raise StateError(f"{what}: a round is open; commit or leave it first")
-        self.check_state(what, CacheState.READY)
-        if self.step_rows:
-            raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
+        c = self._c
+        if c.state or c.recorder or c.round_width or c.step_rows or open_captures:  # a closer look
+            self.check_not_recording(what)
+            if self.open_round is not None:
+                raise StateError(f"{what}: a round is open; commit or leave it first")
+            self.check_state(what, CacheState.READY)
+            if self.step_rows:
+                raise StateError(f"{what}: a step of {self.step_rows} rows is open; advance or roll back first")
         self.check_lengths()
 
     def check_replay(self, what: str, rows: int) -> None:
@@ -171,9 +184,10 @@ class CacheRules:
 
     def check_lengths(self) -> None:
         """Lengths may have been assigned, here or from C; nothing is read through a wrong one."""
+        most = self.max_ctx
         self.check_length("pos", self.pos)
-        for il, layer in enumerate(self.kv):
-            if layer is not None:
+        for il, layer in self._attending:
+            if not 0 <= layer.len <= most:
                 self.check_length(f"layer {il}: len", layer.len)
 
     def check_not_behind(self, il: int) -> None:
@@ -213,12 +227,23 @@ class CacheRules:
             found = [None if kept is None else _shape(kept) for kept in getattr(snap, name)]
             if found != wanted:
                 raise SnapshotError(f"{what}: shape mismatch ({name}): {found}, the layers have {wanted}")
+        self.check_saved(what, snap)
+
+    def check_saved(self, what: str, snap: CacheSnapshot) -> None:
+        """The numbers of a snapshot: lengths of the layers that have K/V, within the cache."""
+        if snap.is_as_stamped() and 0 <= snap.pos <= self.max_ctx:
+            return
         if [saved is None for saved in snap.kv_len] != [layer is None for layer in self.kv]:
             raise SnapshotError(f"{what}: kv_len {snap.kv_len} names other layers than those with K/V")
         if not all(0 <= number <= self.max_ctx for number in (snap.pos, *filter(None, snap.kv_len))):
             raise SnapshotError(f"{what}: pos {snap.pos}, kv_len {snap.kv_len}; they must lie in 0 .. {self.max_ctx}")
 
     # One operation of a step.
+
+    @property
+    def planes(self) -> Planes:
+        """Its buffers by name, layer and device index."""
+        return self._planes
 
     batch: None = None  # a Cache stands for itself; a CacheBatch for several
 
@@ -256,17 +281,30 @@ class CacheRules:
     @contextmanager
     def step_op(self, e: Any, il: int, op: StepOp, rows: int) -> Iterator[KvLayer | RecurLayer]:
         """One mutating operation of a step: checks, yields the layer, and notes the step when it was enqueued."""
+        layer = self.check_step(e, il, op, rows)
+        try:
+            yield layer
+            self.note_step(layer._c, int(op), rows)
+        except MemraError:
+            raise  # the driver took nothing
+        except BaseException:
+            self.taint()  # interrupted: whether the device has it, nobody knows
+            raise
+
+    def check_step(self, e: Any, il: int, op: StepOp, rows: int) -> KvLayer | RecurLayer:
+        """Whether one mutating operation of a step may run now; returns its layer."""
         layer = self.layer(e, il, op)
-        name = op.name or ""
-        self.check_recording(name.lower())
-        self.check_steppable(name.lower())
+        name = op_name(op)
+        self.check_recording(name)
+        self.check_steppable(name)
         if self.open_round is not None and rows > self.open_round.width:
             raise CapacityError(f"layer {il}: {rows} rows in a round of width {self.open_round.width}")
         if self.step_rows and rows != self.step_rows:
             raise StateError(f"layer {il}: {rows} rows, but the open step has {self.step_rows}; advance first")
         if layer.step_ops & op:
-            raise StateError(f"layer {il} has run {name.lower()} in this step; each runs once, then advance")
-        self.check_replay(name.lower(), rows)
+            ran = op_name(StepOp(layer.step_ops & op))
+            raise StateError(f"layer {il} has run {ran} in this step; each runs once, then advance")
+        self.check_replay(name, rows)
         self.check_length("pos", self.pos)
         if isinstance(layer, KvLayer):
             self.check_length(f"layer {il}: len", layer.len)
@@ -279,20 +317,17 @@ class CacheRules:
             self.check_not_behind(il)
             if self.open_round is not None or self.recording is not None:
                 self.check_not_ahead(il)
-        try:
-            yield layer
-            if not self.step_rows and self.state is CacheState.READY and self.recording is None:
-                cast("Cache", self).give_up(self.pos)  # rows from pos on are new, whatever stood there
-            layer._c.step_ops |= op
-            self._c.step_rows = rows
-        except MemraError:
-            raise  # the driver took nothing
-        except BaseException:
-            self.taint()  # interrupted: whether the device has it, nobody knows
-            raise
-        graph = self.recording
+        return layer
+
+    def note_step(self, layer_c: Any, op: int, rows: int) -> None:
+        """The operation was enqueued: it belongs to the step, or opens one."""
+        c, graph = self._c, self.recording
+        if not c.step_rows and c.state == CacheState.READY and graph is None:
+            cast("Cache", self).give_up(c.pos)  # rows from pos on are new, whatever stood there
+        layer_c.step_ops |= op
+        c.step_rows = rows
         if graph is not None:
-            graph.note(cast("Cache", self), need)
+            graph.note(cast("Cache", self), c.pos + rows)
 
     def check_steppable(self, what: str) -> None:
         """Ready or replaying; unsettled only in a round or a capture, which take the position from the device."""
@@ -339,9 +374,8 @@ class CacheRules:
         return layer
 
     def end_step(self, pos: int) -> None:
-        for layer in (*self.kv, *self.recur):
-            if layer is not None:
-                layer._c.step_ops = 0
+        for step_ops in self._step_ops:
+            step_ops.fill(0)
         self._c.step_rows = 0
         self._c.pos = pos
 

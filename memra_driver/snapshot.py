@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from memra_driver import layout
 from memra_driver.errors import SnapshotError
 from memra_driver.layers import RecurLayer, fixed, scalar
@@ -36,12 +38,17 @@ class CacheSnapshot(Closing):
             kv_len=self._lens_c, conv=self._conv_c, ssm=self._ssm_c, n_layer=n_layer, cache_id=cache_c.id,
             generation=cache_c.generation,
         )  # fmt: skip
-        self._lens: list[int | None] = [None] * n_layer
-        self._seen = 0  # the stamp that _lens is of
+        self._list: list[int | None] = [None] * n_layer
+        self._seen = 0  # the stamp that _list is of
         self.conv: list[Any] = [None] * n_layer
         self.ssm: list[Any] = [None] * n_layer
         self.is_closed = False
         self._buffers: list[Any] = []
+        self.copies: dict[Any, list[list[Action]]] = {}  # by the arrangement of the live states
+        self._made: tuple[list[Any], list[Any]] | None = None  # conv and ssm, where all are views of buffers of its own
+        self._has_clones = False
+        self._saved = np.ndarray(n_layer, np.int64, buffer=self._lens_c)
+        self._stamped = b""  # what was saved at last
         self._c.next, cache_c.snapshots = cache_c.snapshots, ctypes.pointer(self._c)
         self._unlink = weakref.finalize(self, _unlink, cache_c, self._c)
         self._unlink.atexit = False
@@ -50,19 +57,20 @@ class CacheSnapshot(Closing):
     def kv_len(self) -> list[int | None]:
         """K/V length of each layer, None where it has none; the list may be changed."""
         if self._seen != self._c.stamps:
-            self._lens, self._seen = [None if n < 0 else n for n in self._lens_c], self._c.stamps
-        return self._lens
+            self._list, self._seen = [None if n < 0 else n for n in self._lens_c], self._c.stamps
+        return self._list
 
     @kv_len.setter
     def kv_len(self, lens: Sequence[int | None]) -> None:
-        self._lens, self._seen = list(lens), self._c.stamps
+        self._list, self._seen = list(lens), self._c.stamps
 
     @property
     def invalid(self) -> str:
         """Why it cannot be restored; "" when it can."""
         c = self._c
+        if c.invalid == Invalid.VALID:
+            return ""
         return {
-            Invalid.VALID: "",
             Invalid.GIVEN_UP: f"it stands at position {c.pos}, and the rows from {c.given_up} on were given up since",
             Invalid.HALF_WAY: "a snapshot_into failed half way",
             Invalid.CACHE_CLOSED: "its cache is closed",
@@ -89,11 +97,36 @@ class CacheSnapshot(Closing):
         """Copies are under way: should they fail, it cannot be restored."""
         self._c.invalid = Invalid.HALF_WAY
 
-    def stamp(self, lens: list[int | None], pos: int, generation: int) -> None:
-        """Its copies are enqueued: it stands where the cache does."""
+    def stamp(self, lens: np.ndarray[Any, Any], present: np.ndarray[Any, Any], pos: int, generation: int) -> None:
+        """Its copies are enqueued: it stands where the cache does. lens: of all layers, where present."""
         c = self._c
-        self._lens_c[:] = [-1 if n is None else n for n in lens]
+        self._saved.fill(-1)
+        np.copyto(self._saved, lens, where=present)
+        self._stamped = self._saved.tobytes()
         c.pos, c.generation, c.invalid, c.stamps = pos, generation, Invalid.VALID, c.stamps + 1
+
+    def is_as_stamped(self) -> bool:
+        """Whether kv_len is what `stamp` wrote: nobody has asked for the list, or written to the C struct."""
+        return self._seen != self._c.stamps and self._saved.tobytes() == self._stamped
+
+    def lens(self) -> list[Any]:
+        """kv_len, to be read: -1 or None where a layer has none."""
+        return self._saved.tolist() if self.is_as_stamped() else self.kv_len
+
+    def is_as_made(self) -> bool:
+        """Whether conv and ssm are the planes that it was born with, none of them closed."""
+        made = self._made
+        if made is None or not all(len(each._open) == 1 for each in self._buffers):
+            return False
+        try:
+            return self.conv == made[0] and self.ssm == made[1]
+        except Exception:  # somebody else's objects stand there, which compare as they like
+            return False
+
+    def keep_copies(self, key: Any, copies: list[list[Action]]) -> None:
+        """For the next time that the live states lie so."""
+        if self.is_as_made() and len(self.copies) < 16:
+            self.copies[key] = copies
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +139,8 @@ class CacheSnapshot(Closing):
         self._unlink()
         close_slices(self._buffers)
         self._buffers, self.conv, self.ssm = [], [None] * len(self.conv), [None] * len(self.ssm)
+        self._made = None
+        self.copies.clear()
 
     def allocate(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> list[Action]:
         """Makes its buffers on device d: one allocation of the arena's own shape, or a clone of each plane.
@@ -122,16 +157,15 @@ class CacheSnapshot(Closing):
                 for name, planes in (("conv_state", self.conv), ("ssm_state", self.ssm)):
                     row = at[name, il]
                     planes[il] = kept.plane(row.offset - begin, row.len, DTYPE_NAMES[row.dtype])
-            return self.renew(plan, recur, d, e)
+            self._made = None if self._has_clones else (list(self.conv), list(self.ssm))
+            return copy_actions(e, [(kept, live) for live, kept in self.pairs(plan, recur, d)])
+        if layers:
+            self._made, self._has_clones = None, True
         for il, layer in layers:
             for plane, planes in ((layer.conv_state, self.conv), (layer.ssm_state, self.ssm)):
                 planes[il] = e.clone_dtod(plane)
                 self._buffers.append(planes[il])
         return []
-
-    def renew(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> list[Action]:
-        """The copies that bring its buffers on device d up to now."""
-        return copy_actions(e, [(kept, live) for live, kept in self.pairs(plan, recur, d)])
 
     def pairs(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int) -> list[tuple[Any, Any]]:
         """(live, kept) of every ring and current state on device d."""

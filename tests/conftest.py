@@ -36,9 +36,9 @@ THROUGH_C = {
     for name in (
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "fault_ends",
         "fault_runs", "graph", "graph_rules", "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch",
-        "kernels_recurrent", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
-        "programs", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots", "stages", "steps",
-        "taps", "threads",
+        "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
+        "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots",
+        "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
 
@@ -145,6 +145,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # thousands of collected tests, which no collection between tests has to walk through
+
+
+@pytest.fixture(scope="session")
+def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small conformance kit, exported once; not to be changed."""
+    from memra_driver import kit
+
+    folder = tmp_path_factory.mktemp("kit")
+    kit.export(folder, small=True)
+    return folder
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from checks import close, worst
 from memra_driver.kernels import KERNELS
 from memra_driver.layout import SeqC
 from memra_driver.memory import CudaSlice
+from memra_driver.plan import SCAN_STATE_SIZES
 
 
 def run(dev: Any, kernel: str, **args: Any) -> SimpleNamespace:
@@ -41,6 +42,10 @@ OWN = {
     "conv_update": (("conv_state", "pos_d", "health"), ("x", "out")),
     "gdn_prep": (("pos_d", "health"), ("conv_out", "alpha", "beta_raw", "q", "k", "v", "g_log", "beta")),
     "gdn_scan": (("ssm_state",), ("q", "k", "v", "g_log", "beta", "out")),
+    **dict.fromkeys(
+        (f"recur_step_{size}" for size in SCAN_STATE_SIZES),
+        (("conv_state", "ssm_state", "pos_d", "health"), ("x", "alpha", "beta_raw", "out")),
+    ),
     "attend_combine": (("pos_d", "health"), ("part", "out")),
 }
 ATTEND_OWN = (("k", "v", "pos_d", "health"), ("q", "part"))
@@ -49,7 +54,7 @@ ATTEND_OWN = (("k", "v", "pos_d", "health"), ("q", "part"))
 def run_batch(dev: Any, kernel: str, sequences: list[dict[str, Any]]) -> list[SimpleNamespace]:
     """One launch for sequences whose single launches have these arguments; what `run` would return for each.
 
-    gdn_scan works in place: its state is `state_in`, and comes back as `state_out`.
+    gdn_scan and recur_step work in place: their state is `state_in`, and comes back as `state_out`.
     """
     own, split = OWN.get(kernel, ATTEND_OWN)
     table = np.zeros((len(sequences), len(SeqC._fields_)), np.uint64)

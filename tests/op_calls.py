@@ -26,13 +26,17 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         "v": HEADS, "g_log": GATES, "beta": GATES,
     },
     "gdn_scan": {"q": HEADS, "k": HEADS, "v": HEADS, "g_log": GATES, "beta": GATES, "out": HEADS},
+    "recur_step": {
+        "x": MATRIX, "w": (128, 4), "alpha": GATES, "beta_raw": GATES, "dt_bias": (2,), "a": (2,), "out": HEADS,
+    },
 }  # fmt: skip
 OUTPUTS = {
     "append_kv": (), "dequant_kv": ("k_out", "v_out"), "conv_update": ("out",),
     "gdn_prep": ("q", "k", "v", "g_log", "beta"), "gdn_scan": ("out",),
+    "recur_step": ("out",),
 }  # fmt: skip
 WRITERS = [op for op, names in OUTPUTS.items() if names]
-LAYER = {"append_kv": 3, "dequant_kv": 3, "conv_update": 0, "gdn_prep": 0, "gdn_scan": 0}
+LAYER = {"append_kv": 3, "dequant_kv": 3, "conv_update": 0, "gdn_prep": 0, "gdn_scan": 0, "recur_step": 0}
 OTHER_LAYER = {op: 0 if il == 3 else 3 for op, il in LAYER.items()}
 
 
@@ -45,7 +49,8 @@ def arrays(op: str, rows: int = T) -> dict[str, Array]:
 
 def call(e: Any, cache: Cache, op: str, given: dict[str, Any], il: int | None = None) -> None:
     il = LAYER[op] if il is None else il
-    extra = {"gdn_prep": {"eps": 1e-6}, "gdn_scan": {"scale": 1.0}}.get(op, {})
+    eps, scale = {"eps": 1e-6}, {"scale": 1.0}
+    extra = {"gdn_prep": eps, "gdn_scan": scale, "recur_step": eps | scale}.get(op, {})
     span = (0, T) if op == "dequant_kv" else ()
     getattr(ops, op)(e, cache, il, *span, *given.values(), **extra)
 

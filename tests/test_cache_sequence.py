@@ -19,6 +19,8 @@ from vectors_data import FOLDER
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import LayerKind, ModelConfig, SsmConfig
 from memra_driver.errors import ArrayError, DeviceMismatch, UnsupportedError
+from memra_driver.kit_caches import pattern
+from memra_driver.kit_files import fnv1a64
 from memra_driver.layers import RecurLayer
 
 MakeDev = Callable[..., Any]
@@ -43,30 +45,12 @@ def config() -> ModelConfig:
     )  # fmt: skip
 
 
-def pattern(tag: int, layer: int, start: int, count: int) -> Array:
-    """The vector's hash of (tag, layer, i) for i = start .. start + count - 1, as u32."""
-    i = np.arange(start, start + count, dtype=np.uint64)
-    h = (tag * 0x9E3779B1 + layer * 0x85EBCA77 + i * 0xC2B2AE3D & 0xFFFFFFFF).astype(np.uint32)
-    h ^= h >> 16
-    h *= np.uint32(0x85EBCA6B)
-    h ^= h >> 13
-    h *= np.uint32(0xC2B2AE35)
-    return h ^ h >> 16
-
-
 def floats(tag: int, layer: int, count: int) -> Array:
     return ((pattern(tag, layer, 0, count) >> 8).astype(np.int32) - 8388608).astype(np.float32)
 
 
 def octets(tag: int, layer: int, start: int, count: int) -> Array:
     return (pattern(tag, layer, start, count) >> 24).astype(np.uint8)
-
-
-def fnv1a64(data: bytes) -> str:
-    h = 0xCBF29CE484222325
-    for byte in data:
-        h = (h ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return f"{h:016x}"
 
 
 def write(plane: Any, start: int, array: Array) -> None:

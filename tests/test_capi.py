@@ -321,5 +321,5 @@ def test_the_modules_of_the_library_load_nothing_of_nvidias() -> None:
 def test_every_refusal_of_this_package_has_a_status_of_its_own() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MemraError)]
     refusals = {kind for kind in kinds if not issubclass(kind, DriverError)}
-    assert refusals - set(REFUSALS.values()) == {MemraError, errors.CompileError, errors.ExportError}
+    assert refusals - set(REFUSALS.values()) == {MemraError, errors.CompileError, errors.ExportError, errors.KitError}
     assert len(set(REFUSALS.values())) == len(REFUSALS)

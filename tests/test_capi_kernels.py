@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import random
 import struct
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import pytest
 from standin import StandIn
 
 from memra_driver import nvrtc
+from memra_driver.capi.library import launch_function
 from memra_driver.errors import (
     AbiError,
     ArrayError,
@@ -25,7 +28,7 @@ from memra_driver.errors import (
     StateError,
     UnsupportedError,
 )
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS, attend_kernel
+from memra_driver.kernels import ATTEND_COLUMNS, KERNELS, attend_kernel, recur_split
 from memra_driver.plan import ATTEND_HEAD_DIMS, attend_part_bytes
 
 pytestmark = pytest.mark.standin
@@ -57,6 +60,7 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
     """Arguments of a kernel, no two alike but by chance; sizes are small enough for a grid."""
     small = {
         "rows": (1, 70), "n_seqs": (1, 9), "conv_dim": (1, 5000), "num_v": (1, 64), "n": (1, 300), "columns": (1, 9000),
+        "n_layers": (1, 60),
         "kv_dim_k": (1, 4096), "kv_dim_v": (1, 4096), "n_head": (1, 64), "head_dim_v": (32, 512),
     }  # fmt: skip
     args: dict[str, Any] = {}
@@ -72,6 +76,11 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
             args[parameter] = random_.randint(-(2**bits), 2**bits - 1)
     if "state_size" in args:
         args["state_size"] = random_.choice([32, 64, 128, 256])
+    if name.startswith("recur_step"):
+        size = args["state_size"] = int(name.rpartition("_")[2])
+        args |= {"num_k": random_.randint(1, 16), "d_conv": random_.randint(1, 8)}
+        args["columns"] = random_.choice([n for n in (32, 64, 128, 256, 384, 512) if n % size == 0 or size % n == 0])
+        args["blocks"] = random_.choice([1, -(-(-(-args["num_v"] // args["num_k"]) * size) // args["columns"])])
     if name in ATTEND_COLUMNS:
         args["n_head_kv"] = random_.choice([1, 2, 4])
         args["n_head"] = args["n_head_kv"] * random_.randint(1, 16)
@@ -112,8 +121,11 @@ def test_no_blocks_are_no_launch(e: Any, standin: StandIn) -> None:
     e.kernels.load_all()
     standin.clear_trace()
     for name in set(KERNELS) - set(ATTEND_COLUMNS) - {"set_counters", "commit_counters"}:
-        args = [0 if not kind.endswith("*") else None for kind, _ in KERNELS[name].params]
-        e.launch(name, *args)
+        args = {parameter: None if kind.endswith("*") else 0 for kind, parameter in KERNELS[name].params}
+        if name.startswith("recur_step"):
+            size = int(name.rpartition("_")[2])
+            args |= {"state_size": size, "columns": size, "blocks": 1, "num_k": 1, "num_v": 1, "d_conv": 1}
+        e.launch(name, *args.values())
     assert standin.trace() == []
 
 
@@ -122,6 +134,8 @@ def changed(name: str, **values: Any) -> list[Any]:
     args = {parameter: 1.0 if kind == "float" else 1 for kind, parameter in KERNELS[name].params}
     if name.startswith("attend_64"):
         args |= {"head_dim_k": 64, "head_dim_v": 64}
+    if name.startswith("recur_step"):
+        args |= {"state_size": 64, "columns": 64}
     return list((args | values).values())
 
 
@@ -146,6 +160,16 @@ def changed(name: str, **values: Any) -> list[Any]:
         ("attend_64", {"head_dim_v": 0}, UnsupportedError),
         ("attend_64", {"head_dim_k": 513}, UnsupportedError),
         ("attend_64", {"head_dim_k": -64}, UnsupportedError),
+        ("recur_step_64", {"rows": -1}, ConfigError),
+        ("recur_step_64", {"n_seqs": 2**31 - 1, "num_k": 2**31 - 1}, CapacityError),
+        ("recur_step_64", {"state_size": 16}, UnsupportedError),
+        ("recur_step_64", {"num_k": 0}, UnsupportedError),
+        ("recur_step_64", {"num_v": -1}, UnsupportedError),
+        ("recur_step_64", {"d_conv": 9}, UnsupportedError),
+        ("recur_step_64", {"columns": 96}, ConfigError),
+        ("recur_step_64", {"columns": 16}, ConfigError),
+        ("recur_step_64", {"columns": 1024, "num_v": 16}, ConfigError),
+        ("recur_step_64", {"blocks": 2}, ConfigError),
     ],
 )
 def test_counts_that_are_none_or_fit_no_grid_are_refused(
@@ -153,8 +177,8 @@ def test_counts_that_are_none_or_fit_no_grid_are_refused(
 ) -> None:
     e.kernels.load_all()
     standin.clear_trace()
-    function = "memra_launch_attend" if name in ATTEND_COLUMNS else f"memra_launch_{name}"
-    with pytest.raises(error, match="attend" if name in ATTEND_COLUMNS else name):
+    function = launch_function(name)
+    with pytest.raises(error, match=function.removeprefix("memra_launch_")):
         e.c.call(function, *changed(name, **values))
     assert standin.trace() == []
 
@@ -164,6 +188,21 @@ def test_python_asks_for_no_other_entry_of_attend_than_c_would_choose(e: Any) ->
     for name in set(ATTEND_COLUMNS) - {"attend_64"}:
         with pytest.raises(UnsupportedError, match=f"launches attend_64 for this attend, not {name}"):
             e.launch(name, *args.values())
+
+
+def test_python_and_c_share_the_columns_of_a_recurrent_step_alike(e: Any) -> None:
+    columns, blocks = ctypes.c_int32(), ctypes.c_int32()
+    for n_seqs, keys, values, size in itertools.product(
+        (1, 2, 8, 9, 64, 300), (1, 3, 16), (1, 2, 6, 32, 48), (32, 64, 128, 256)
+    ):
+        e.c.library.call(
+            "memra_recur_split", n_seqs, keys, values, size, ctypes.byref(columns), ctypes.byref(blocks)
+        )
+        assert (columns.value, blocks.value) == recur_split(n_seqs, keys, values, size)
+    with pytest.raises(UnsupportedError, match="state_size 48"):
+        e.c.library.call("memra_recur_split", 1, 1, 1, 48, ctypes.byref(columns), ctypes.byref(blocks))
+    with pytest.raises(UnsupportedError, match="launches recur_step_64 for this state size, not recur_step_32"):
+        e.launch("recur_step_32", *some_arguments(random.Random(1), "recur_step_64").values())
 
 
 def test_partial_sums_take_the_bytes_that_the_plan_says(e: Any) -> None:

@@ -19,20 +19,27 @@ import vectors_data
 from memra_driver import check, cli, driver, formats, kvdev, nvrtc, reference, reference_attend, reference_common
 from memra_driver.check_case import Case
 from memra_driver.check_vectors import vector_cases
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
+from memra_driver.kernels import KERNELS
 from memra_driver.kvdev import HostDev
 
 # Kernel, its source, and the line that is flipped.
 IN_KERNELS = [
-    ("append_kv", "append_kv.cu", "memra_warp_max(fabsf(x)), 127.0f", "memra_warp_max(fabsf(x)), 126.0f"),
-    ("append_kv", "append_kv.cu", "memra_warp_max(x), low), 31.0f", "memra_warp_max(x), low), 30.0f"),
+    ("append_kv", "append_kv.cu", "largest_magnitude(x), 127.0f", "largest_magnitude(x), 126.0f"),
+    ("append_kv", "append_kv.cu", "__fsub_rn(high, low), 31.0f", "__fsub_rn(high, low), 30.0f"),
     ("append_kv", "append_kv.cu", "inv, 8.5f", "inv, 8.0f"),
-    ("append_kv", "append_kv.cu", "fabsf(x) > 464.0f", "fabsf(x) > 448.0f"),
+    ("append_kv", "append_kv.cu", "fourth_bits(far) << 16", "fourth_bits(far) << 15"),
+    ("append_kv", "append_kv.cu", "range), reciprocal, guess)", "range), reciprocal, 2 * guess)"),
+    ("append_kv", "append_kv.cu", "fabsf(x[i]) > 464.0f", "fabsf(x[i]) > 448.0f"),
     ("dequant_kv", "dequant_kv.cu", "& 15) - 8)", "& 15) - 7)"),
     ("conv_update", "conv.cu", "expf(-sum)", "expf(sum)"),
     ("conv_ring_rebuild", "conv.cu", "taken > rows", "taken >= rows"),
+    ("conv_ring_rebuild", "conv.cu", "x += which * x_apart", "x += 0 * x_apart"),
     ("gdn_prep", "gdn_prep.cu", "x > 20.0f", "x > 2.0f"),
-    ("gdn_scan", "gdn_scan.cu", "__fmaf_rn(-g, kv", "__fmaf_rn(g, kv"),
+    ("gdn_scan", "gdn_scan.cu", "__fmaf_rn(-g, memra", "__fmaf_rn(g, memra"),
+    ("gdn_scan", "gdn_scan.cu", "column ? key(r) : query(r)", "column ? query(r) : key(r)"),
+    ("recur_step", "recur_step.cu", "if (!*is_last) return;", "return;"),
+    ("recur_step", "recur_step.cu", "p.tape[at] = p.x[at];", "p.tape[at] = 0.0f;"),
+    ("recur_step", "recur_step.cu", "u / SIZE * p.num_k + p.key_head", "u / SIZE * p.num_k"),
     ("set_counters", "counters.cu", "} else if (in_b)", "} if (in_b)"),
     ("commit_counters", "counters.cu", "if (i == 0 && move_pos) *pos_d", "if (i == 0) *pos_d"),
     ("advance_batch", "counters.cu", "pos_d += n;", "pos_d += 1;"),
@@ -52,6 +59,8 @@ IN_PTX = [
     ("attend_64", "mma.cuh", "m0 + (lane & 8);", "m0;"),
     ("attend_64", "mma.cuh", ".x4.trans.shared", ".x4.shared"),
     ("attend_64", "attend.cuh", "ex2.approx.ftz", "lg2.approx.ftz"),
+    ("gdn_scan", "device.cuh", "ld.global.v4.f32 {%0, %1", "ld.global.v4.f32 {%1, %0"),
+    ("recur_step_64", "device.cuh", "st.global.v4.f32 [%0], {%1, %2", "st.global.v4.f32 [%0], {%2, %1"),
     ("append_kv", "device.cuh", "cvt.rn.f16.f32", "cvt.rz.f16.f32"),
     ("append_kv", "device.cuh", "cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2", "cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1"),
 ]
@@ -63,6 +72,7 @@ IN_TWINS = [
     ("conv_ring_rebuild", reference, "accept > rows", "accept >= rows"),
     ("gdn_prep", reference, "step > 20", "step > 2"),
     ("gdn_scan", reference, "(v[t, heads] - g", "(v[t, heads] + g"),
+    ("recur_step", reference, "tape[rows * conv_dim :]", "tape[rows * conv_dim + 1 :]"),
     ("set_counters", reference, "elif ((b_lo", "if ((b_lo"),
     ("commit_counters", reference, "    if move_pos:\n        pos_d", "    if True:\n        pos_d"),
     ("advance_batch", reference, "[0] += n", "[0] += 1"),
@@ -85,14 +95,20 @@ def small_cases() -> list[Case]:
 
 
 def of(kernel: str, cases: list[Case]) -> Iterator[Case]:
-    """The cases that launch a kernel; "attend": any width of it."""
-    names = set(ATTEND_COLUMNS) if kernel == "attend" else {kernel}
+    """The cases that launch a kernel; "attend", "recur_step": any entry of it."""
+    names = {name for name in KERNELS if kernel in (name, re.sub(r"_\d+(_wide)?$", "", name))}
     return (case for case in cases if names & {name for name, _ in case.launches})
 
 
 def flipped(text: str, old: str, new: str) -> str:
     assert text.count(old) == 1, f"{old!r} stands there {text.count(old)} times"
     return text.replace(old, new)
+
+
+def with_headers(source: str) -> str:
+    """A kernel source with the headers of the recurrent layers written out."""
+    text = (standin_module.CUDA_SRC / source).read_text()
+    return re.sub(r'#include "((?:gdn|recur_step)\.cuh)"\n', lambda found: with_headers(found[1]), text)
 
 
 def flipped_module(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
@@ -129,7 +145,7 @@ def test_the_checks_launch_every_kernel_of_the_table(small_cases: list[Case]) ->
 
 
 def test_every_kernel_of_the_table_and_its_twin_have_a_line_that_is_flipped() -> None:
-    sources = {"attend" if name in ATTEND_COLUMNS else name: kernel.source for name, kernel in KERNELS.items()}
+    sources = {re.sub(r"_\d+(_wide)?$", "", name): kernel.source for name, kernel in KERNELS.items()}
     assert {kernel: source for kernel, source, _, _ in IN_KERNELS} == sources
     assert {kernel for kernel, _, _, _ in IN_TWINS} == sources.keys()
 
@@ -209,7 +225,7 @@ def test_a_flipped_line_of_a_kernel_turns_check_red(
 ) -> None:  # fmt: skip
     folder = standin_module.CUDA_SRC
     changed = tmp_path / source
-    changed.write_text(flipped((folder / source).read_text(), old, new))
+    changed.write_text(flipped(with_headers(source), old, new))
     sources = [changed if each.name == source else each for each in sorted(folder.glob("*.cu"))]
     standin.use_kernels(standin_module.build_kernels(sources))
     first_red(make_dev("cuda", arena=False), of(kernel, small_cases), tmp_path / "red.npz")

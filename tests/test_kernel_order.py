@@ -19,13 +19,22 @@ from memra_driver.check_args import (
     partial_sums,
     prep_args,
     rebuild_args,
+    recur_args,
     rows_args,
     scan_args,
     spread,
 )
 from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
+from memra_driver.plan import SCAN_STATE_SIZES
 
 FORMATS = ("q8_0", "q5_1")
+
+
+def _recur_args(rng: np.random.Generator, size: int) -> dict[str, Any]:
+    """A key head is shared by blocks, its ring by all of them."""
+    args = recur_args(rng, 9, 2, 3, size, 4, columns=32)
+    args["x"][rng.integers(0, args["x"].size, 9)] = np.inf
+    return args | {"state_out": args["state_in"]}
 
 
 def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
@@ -53,6 +62,7 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
         "conv_ring_rebuild": rebuild_args(conv, 2, conv_state=conv["conv_state"]),
         "gdn_prep": prep,
         "gdn_scan": scan | {"state_out": scan["state_in"]},
+        **{f"recur_step_{size}": _recur_args(rng, size) for size in SCAN_STATE_SIZES},
         "set_counters": {
             "counters": np.zeros(128, np.int32), "a": 1, "b": 2, "a_lo": 0x0F0F, "a_hi": -1, "b_lo": 0x00FF, "b_hi": 0,
             "health": None, "layer": 0,

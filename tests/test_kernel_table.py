@@ -98,8 +98,7 @@ def test_the_parameters_in_the_ptx_are_those_of_the_table(kernel: Kernel) -> Non
 def test_the_twin_has_the_name_and_the_parameters_of_the_kernel(kernel: Kernel) -> None:
     twin = twin_of(kernel.name)
     assert list(inspect.signature(twin).parameters) == [name for _, name in kernel.params]
-    is_attend = re.fullmatch(r"attend_\d+(_wide)?", kernel.name)  # all widths have one twin
-    assert twin.__name__ == ("attend" if is_attend else kernel.name)
+    assert twin.__name__ == re.sub(r"_\d+(_wide)?$", "", kernel.name)  # all widths and state sizes have one twin
 
 
 def test_the_table_and_the_text_agree_on_the_rows_that_a_thread_of_conv_walks() -> None:
@@ -139,11 +138,11 @@ def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> No
     if "window" in arguments:
         arguments["rows"] = 4096  # a launch of attend has a block per 8 columns and group, so not that many rows
     grid, block, _shared = kernel.shape(arguments)
-    bound = re.search(rf"__launch_bounds__\((\d+)\) {kernel.name}\(", expanded(kernel.source))
+    bound = re.search(rf"__launch_bounds__\((\d+)(?:, \d+)?\) {kernel.name}\(", expanded(kernel.source))
     assert bound
     assert block[0] * block[1] * block[2] == int(bound[1])
     assert 0 < grid[0] < 2**31
-    assert grid[1:] == (1, 1)
+    assert grid[1:] == ((1, 1) if not kernel.name.startswith("recur_step") else (1, arguments["n_seqs"]))
 
 
 def test_no_source_uses_a_header_of_cuda_or_a_type_that_differs_between_systems() -> None:

@@ -14,7 +14,18 @@ from checks import close, faults, worst
 from kernel_runs import run, same
 from vectors_data import Case, cases, name_of
 
-from memra_driver.check_args import ALONE, LAYER, SLOT, conv_args, poison, prep_args, rebuild_args, record, scan_args
+from memra_driver.check_args import (
+    ALONE,
+    LAYER,
+    SLOT,
+    conv_args,
+    poison,
+    prep_args,
+    rebuild_args,
+    record,
+    scan_args,
+    several_rebuild_args,
+)
 from memra_driver.health import Fault, FaultCount
 
 
@@ -120,6 +131,26 @@ def test_a_rebuilt_ring_is_that_after_the_accepted_rows(
             after = run(dev, "conv_ring_rebuild", **launch)
             assert after.conv_state.tobytes() == expected.tobytes()
             assert not faults(after.health)
+
+
+@pytest.mark.parametrize("by_device", [False, True])
+@pytest.mark.parametrize("accept", [0, 1, 2, 5, 6])
+def test_rings_of_several_layers_are_rebuilt_as_each_alone(
+    cuda: Any, host: Any, rng: np.random.Generator, accept: int, by_device: bool
+) -> None:
+    args = several_rebuild_args(rng, accept)
+    if by_device:
+        args |= {"accept": 0, "accept_d": np.array([accept], np.int32)}
+    expected = args["conv_state"].copy()
+    for i in range(3):
+        x, ring = i * args["x_apart"], slice(i * args["ring_apart"], i * args["ring_apart"] + 3 * 130)
+        old = expected[ring].copy()
+        alone = {"x": args["x"][x : x + 5 * 130], "ring_old": old, "conv_state": old.copy()}
+        expected[ring] = run(host, "conv_ring_rebuild", **args | alone | {"n_layers": 1}).conv_state
+    for dev in (cuda, host):
+        after = run(dev, "conv_ring_rebuild", **args)
+        assert after.conv_state.tobytes() == expected.tobytes()
+        assert faults(after.health) == ({Fault.BAD_ACCEPT: FaultCount(3, LAYER, 0)} if accept > 5 else {})
 
 
 @pytest.mark.parametrize("accept", [-1, 10, 2**31 - 1, -(2**31)])

@@ -189,3 +189,18 @@ def test_bytes_beyond_len_are_never_interpreted(dev: Any, byte: int) -> None:
             assert np.isfinite(outs[1].to_numpy()).all()
             assert cache.digest() == clean.digest()
         assert (cache.kv[0].k.to_numpy()[33 * 136 :] == byte).all()
+
+
+@pytest.mark.parametrize("policy", [FormatPolicy(), FormatPolicy(v="q4_0"), FormatPolicy(kv_fp8=True)], ids=str)
+def test_rows_that_begin_anywhere_are_appended_like_aligned_ones(dev: Any, policy: FormatPolicy) -> None:
+    rng = np.random.default_rng(7)
+    rows = rng.standard_normal((2, 5 * 128)).astype(np.float32)
+    found = []
+    for begin in (0, 1, 3):  # elements
+        with Cache.new(dev, attention_only(1), 16, policy=policy) as cache:
+            given = [put(dev, np.concatenate([np.zeros(begin, np.float32), each])) for each in rows]
+            ops.append_kv(dev, cache, 0, *(each.view(begin, each.len) for each in given))
+            found.append([plane.to_numpy().tobytes() for plane in (cache.kv[0].k, cache.kv[0].v)])
+            for each in given:
+                each.close()
+    assert found[0] == found[1] == found[2]

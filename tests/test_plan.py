@@ -12,7 +12,7 @@ from caches import POLICY, TINY_SSM, attention_only, gemma, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memra_driver.config import ModelConfig, SsmConfig, Step35Config
+from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig, Step35Config
 from memra_driver.errors import ConfigError
 from memra_driver.formats import FORMATS, FormatPolicy
 from memra_driver.plan import ALIGN_BYTES, CacheOptions, CachePlan, PlanRow
@@ -242,6 +242,15 @@ def test_a_state_size_without_a_kernel_is_planned_and_named_by_check_ops() -> No
         ssm = SsmConfig(conv_kernel=4, state_size=size, time_step_rank=2, group_count=1)
         assert plan(tiny(ssm=ssm)).check_ops() == []
     assert plan(attention_only()).check_ops() == []
+
+
+@pytest.mark.parametrize("own_heads", [0, 1, 3])
+def test_a_borrowing_layer_is_judged_by_the_heads_that_it_reads(own_heads: int) -> None:
+    heads = (4, 4, 2, 4, own_heads, own_heads)  # the last two borrow from layers 3 and 2
+    part = Gemma4Config(heads, (True, True, False) * 2, 8, 64, 64, shared_kv_layers=2)
+    assert plan(gemma(gemma4=part, n_head=8)).check_ops() == []
+    problems = plan(gemma(gemma4=part, n_head=6)).check_ops()
+    assert [problem.partition(":")[0] for problem in problems] == [f"attend, layer {il}" for il in (0, 1, 3, 4)]
 
 
 @pytest.mark.parametrize("max_ctx", [-1, 2**31, 2**40, 1.5, "64", True, None])
@@ -477,3 +486,26 @@ def test_any_geometry_tiles_its_arena(
 
 def test_the_tiny_state_is_what_these_numbers_say() -> None:
     assert (TINY_SSM.conv_dim, TINY_SSM.pad, TINY_SSM.key_dim) == (128, 3, 32)
+
+
+def test_caches_of_one_kind_share_their_plan_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, options = tiny(), CacheOptions(max_rows=3)
+    first = CachePlan.of(cfg, 64, POLICY, options)
+    assert CachePlan.of(tiny(), 64, FormatPolicy(), CacheOptions(max_rows=3)) is first
+    others = [
+        CachePlan.of(cfg, 65, POLICY, options), CachePlan.of(cfg, 64, FormatPolicy(v="q4_0"), options),
+        CachePlan.of(cfg, 64, POLICY, None), CachePlan.of(cfg, 64, POLICY, options, (0, 4, 8)),
+        CachePlan.of(cfg, 64, POLICY, options, (0, 4, 8), (0, 0)), CachePlan.of(tiny(n_head_kv=4), 64, POLICY, options),
+    ]  # fmt: skip
+    assert len({id(each) for each in (first, *others)}) == 7
+    for form in ("q5_1", "q4_0", "q5_1"):  # read at each call
+        monkeypatch.setenv("MEMRA_KV_V", form)
+        assert CachePlan.of(cfg, 64, None, options).policy == FormatPolicy(v=form)
+
+
+@pytest.mark.parametrize("max_ctx", [True, 64.0, "64", -1])
+def test_a_plan_that_is_refused_is_refused_by_of_too(max_ctx: Any) -> None:
+    CachePlan.of(tiny(), 1, POLICY, None)
+    CachePlan.of(tiny(), 64, POLICY, None)
+    with pytest.raises(ConfigError, match="max_ctx"):
+        CachePlan.of(tiny(), max_ctx, POLICY, None)

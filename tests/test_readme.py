@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +70,26 @@ def test_the_example_for_tensors_runs_on_a_gpu(capsys: pytest.CaptureFixture[str
         check_tensors(capsys)
     finally:
         torch.cuda.set_stream(before)
+
+
+def test_the_chapter_for_porters_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its commands, in order, in a folder with nothing in it but the tests."""
+    pytest.importorskip("typer")
+    from memra_driver import cli
+
+    (commands,) = re.findall(r"```\n(memra-driver vectors .*?)```", README.split("## For porters")[1], re.DOTALL)
+    (tmp_path / "tests").symlink_to(Path(__file__).parent)
+    with contextlib.chdir(tmp_path):
+        for line in commands.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[0] == "memra-driver":
+                assert cli.main(words[1:]) == 0
+            elif shutil.which("cc"):
+                subprocess.run(words, check=True)
+    said = capfd.readouterr().out.splitlines()
+    assert said[1] == f"ALL GREEN ({said[0].split()[0]} cases)"
+    assert said[2] == "the kits say the same"
+    assert said[3:] in ([], [f"all {said[0].split()[0]} cases"])
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_a_ring_rebuilt_after_t_rows_is_the_ring_after_t_rows(case: Case, from_d
             accept_d = np.array([accept], np.int32) if from_device else None
             reference.conv_ring_rebuild(
                 case["x"], old, ring, accept_d, -7 if from_device else accept, case.rows, case.conv_dim, case.d_conv,
-                None, 0,
+                1, 0, 0, None, 0,
             )  # fmt: skip
             assert same_bits(ring, state)
 
@@ -51,7 +51,7 @@ def test_a_ring_rebuilt_after_t_rows_is_the_ring_after_t_rows(case: Case, from_d
 @pytest.mark.parametrize("accept", [-1, 4])
 def test_a_bad_accept_count_writes_nothing_and_counts_once(accept: int) -> None:
     ring, health = np.ones(6, np.float32), record()
-    reference.conv_ring_rebuild(np.zeros(6, np.float32), ring.copy(), ring, None, accept, 3, 2, 4, health, 5)
+    reference.conv_ring_rebuild(np.zeros(6, np.float32), ring.copy(), ring, None, accept, 3, 2, 4, 1, 0, 0, health, 5)
     assert (ring == 1).all()
     assert faults(health) == {Fault.BAD_ACCEPT: FaultCount(1, 5, 0)}
 

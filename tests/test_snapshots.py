@@ -12,7 +12,7 @@ from caches import POLICY, Feed, History, attention_only, image, planes, sequenc
 
 from memra_driver.cache import Cache, CacheSnapshot
 from memra_driver.config import SsmConfig
-from memra_driver.errors import SnapshotError, StateError
+from memra_driver.errors import MemraError, SnapshotError, StateError
 
 MakeDev = Callable[..., Any]
 
@@ -280,3 +280,84 @@ def test_snapshots_without_recurrent_layers_cost_nothing_and_still_restore(dev: 
         assert [layer.len for layer in cache.kv] == [5, 5, 5]
         feed.step(1)
         assert (snap.nbytes, cache.pos) == (0, 5)
+
+
+# What was found to fit is asked again
+
+
+def _without(cache: Cache, snap: CacheSnapshot, call: str) -> tuple[type, str] | None:
+    """How a renewal or a rollback is refused, None where it is not."""
+    e = cache.devices[0]
+    try:
+        cache.snapshot_into(e, snap) if call == "snapshot_into" else cache.rollback(e, snap, 0)
+    except MemraError as error:
+        return type(error), str(error)
+    return None
+
+
+class Strange:
+    """A slice of one element that compares as it likes."""
+
+    len, nbytes, ptr, device = 1, 4, 64, -1
+    dtype = np.dtype(np.float32)
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no")
+
+    __hash__ = object.__hash__
+
+
+def _close_one(snap: CacheSnapshot) -> None:
+    snap.conv[0].close()
+
+
+def _exchange(snap: CacheSnapshot) -> None:
+    snap.ssm[0], snap.ssm[1] = snap.ssm[1], snap.ssm[0]
+
+
+SPOILED: dict[str, Callable[[CacheSnapshot], Any]] = {
+    "one view closed": _close_one,
+    "a state missing": lambda snap: snap.ssm.__setitem__(0, None),
+    "a ring of nobody": lambda snap: snap.conv.__setitem__(0, Strange()),
+    "an entry less": lambda snap: snap.conv.pop(),
+    "a length missing": lambda snap: snap.kv_len.__setitem__(3, None),
+    "a length too large": lambda snap: snap.kv_len.__setitem__(3, 99),
+    "a length in C too large": lambda snap: snap._lens_c.__setitem__(3, 99),
+    "pos too large": lambda snap: setattr(snap, "pos", 99),
+    "two states exchanged": _exchange,
+}
+
+
+@pytest.mark.not_through_c
+@pytest.mark.parametrize("call", ["snapshot_into", "rollback"])
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_a_snapshot_that_fitted_before_is_refused_like_one_that_is_new(
+    dev: Any, cache: Cache, spoil: Callable[[CacheSnapshot], Any], call: str
+) -> None:
+    words = []
+    for uses in (0, 3):
+        with cache.snapshot(dev) as snap:
+            for _ in range(uses):
+                cache.snapshot_into(dev, snap)
+                cache.rollback(dev, snap, 0)
+            snap.copies.clear() if not uses else None
+            spoil(snap)
+            words.append(_without(cache, snap, call))
+            if words[0] is not None:
+                words[-1] = words[-1] and words[-1][0]  # addresses stand in some sentences
+        cache.reset(dev)
+    assert words[0] == words[1]
+    assert (words[0] is None) == (spoil is _exchange)
+
+
+def test_states_that_were_exchanged_in_a_snapshot_are_restored_as_they_stand_there(dev: Any, cache: Cache) -> None:
+    Feed(cache).step(2)
+    with cache.snapshot(dev) as snap:
+        cache.snapshot_into(dev, snap)
+        cache.rollback(dev, snap, 0)
+        kept = [snap.ssm[il].to_numpy().tobytes() for il in (1, 0)]
+        _exchange(snap)
+        cache.rollback(dev, snap, 0)
+        found = [cache.recur[il].ssm_state.to_numpy().tobytes() for il in (0, 1)]  # type: ignore[union-attr]
+        assert found == kept
+        assert kept[0] != kept[1]

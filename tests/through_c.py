@@ -15,7 +15,7 @@ from memra_driver import capi, ops
 from memra_driver.cache import Cache
 from memra_driver.round import Round
 
-OPS = ("append_kv", "dequant_kv", "attend", "conv_update", "gdn_prep", "gdn_scan", "tap_write")
+OPS = ("append_kv", "dequant_kv", "attend", "conv_update", "gdn_prep", "gdn_scan", "recur_step", "tap_write")
 CALLS = {
     "advance": "advance", "truncate": "truncate", "reset": "reset", "sync_d": "sync", "settle": "settle",
     "snapshot_into": "snapshot_into", "rollback": "rollback", "prepare_replay": "prepare_replay",

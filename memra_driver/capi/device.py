@@ -158,6 +158,7 @@ class CDev(CudaDev):
     (events, copies from another device, captures that Python begins) is done beside it, on the same stream.
     """
 
+    prepares = False
     kernels: Any  # what loads them: the LibraryDevice
 
     def __init__(
@@ -193,16 +194,22 @@ class CDev(CudaDev):
         return self.c.handle
 
     def launch(self, name: str, *args: Any) -> None:
-        """Enqueues a kernel of the table. Of attend the library chooses the entry: UnsupportedError for another."""
+        """Enqueues a kernel of the table.
+
+        Of attend and recur_step the library chooses the entry: UnsupportedError for another.
+        """
         kernel = KERNELS[name]
         if len(args) != len(kernel.params):
             raise AbiError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
+        at = {parameter: value for (_, parameter), value in zip(kernel.params, args, strict=True)}
         if name in ATTEND_COLUMNS:
-            at = {parameter: value for (_, parameter), value in zip(kernel.params, args, strict=True)}
             columns = at["rows"] * (at["n_head"] // at["n_head_kv"])
             chosen = attend_kernel(at["head_dim_k"], at["head_dim_v"], columns)
             if name != chosen:
                 raise UnsupportedError(f"the C library launches {chosen} for this attend, not {name}")
+        if name.startswith("recur_step") and name != f"recur_step_{at['state_size']}":
+            chosen = f"recur_step_{at['state_size']}"
+            raise UnsupportedError(f"the C library launches {chosen} for this state size, not {name}")
         self.context.bind()
         self.c.load(kernel.source)
         values = (

@@ -37,7 +37,7 @@ from memra_driver.errors import (
     UnsupportedDriver,
     UnsupportedError,
 )
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
+from memra_driver.kernels import KERNELS
 
 
 class Status(IntEnum):
@@ -76,7 +76,7 @@ _KINDS: dict[str, Any] = {"int": c_int32, "long long": c_int64, "float": c_float
 
 
 def _launches() -> dict[str, tuple[Any, ...]]:
-    """memra_launch_*: the device, then the kernel's parameters. All entries of attend are one function."""
+    """memra_launch_*: the device, then the kernel's parameters. All entries of attend, or recur_step, are one."""
     found = {}
     for kernel in KERNELS.values():
         kinds = (c_uint64 if kind.endswith("*") else _KINDS[kind] for kind, _ in kernel.params)
@@ -86,7 +86,7 @@ def _launches() -> dict[str, tuple[Any, ...]]:
 
 def launch_function(kernel: str) -> str:
     """The function that launches a kernel of the table."""
-    return f"memra_launch_{'attend' if kernel in ATTEND_COLUMNS else kernel}"
+    return f"memra_launch_{re.sub(r'_[0-9]+(_wide)?$', '', kernel)}"
 
 
 # Parameters by function. Structs, devices and host memory go by address: c_void_p; device memory is a c_uint64.
@@ -117,6 +117,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "memra_conv_update": (_P, _I, _L, _A, _A, _A),
     "memra_gdn_prep": (_P, _I, _L, *(_A,) * 10, _F),
     "memra_gdn_scan": (_P, _I, _L, *(_A,) * 6, _F),
+    "memra_recur_step": (_P, _I, _L, *(_A,) * 7, _F, _F),
     "memra_tap_write": (_P, _I, _L, _A),
     "memra_advance": (_P, _L),
     "memra_park_logits": (_P, _A),
@@ -146,6 +147,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "memra_prepare_replay": (_P, _P, _L),
     "memra_replayed": (_P, _P, _L),
     "memra_attend_scratch": (_P, c_uint64, _P),
+    "memra_recur_split": (_I, _I, _I, _I, _P, _P),
     **_launches(),
 }
 # Those that return something else than a status: what, and their parameters.

@@ -101,6 +101,24 @@ def gdn_scan(
     _call(cache, "memra_gdn_scan", il, rows, first, *vectors, *gates, result, scale)
 
 
+def recur_step(
+    e: Any, cache: Any, il: int, x: Any, w: Any, alpha: Any, beta_raw: Any, dt_bias: Any, a: Any, out: Any, *,
+    eps: float, scale: float,
+) -> None:  # fmt: skip
+    """As ops.recur_step."""
+    layer = _layer(e, cache, il, cache.recur)
+    if layer is None:
+        return _call(cache, "memra_recur_step", il, 0, *(0,) * 7, eps, scale)
+    heads, size = layer.num_v, layer.state_size
+    inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
+    rows = _count(cache, inputs, layer.conv_dim)
+    weights = _rows(e, cache, w, "w", (layer.d_conv,), layer.conv_dim)
+    gates = [_rows(e, cache, each, name, (heads,), rows) for name, each in (("alpha", alpha), ("beta_raw", beta_raw))]
+    constants = [vector(each, name, heads, e) for name, each in (("dt_bias", dt_bias), ("a", a))]
+    result = _rows(e, cache, out, "out", (heads, size), rows, out=True)
+    _call(cache, "memra_recur_step", il, rows, inputs, weights, *gates, *constants, result, eps, scale)
+
+
 def tap_write(e: Any, cache: Any, il: int, residual: Any) -> None:
     """As ops.tap_write."""
     sink = cache.dflash_taps

@@ -77,6 +77,11 @@ T atomicAdd(T* at, std::type_identity_t<T> value) {
     *at = T(old + value);
     return old;
 }
+inline unsigned atomicInc(unsigned* at, unsigned last) {
+    const unsigned old = *at;
+    *at = old >= last ? 0 : old + 1;
+    return old;
+}
 template <class T>
 T atomicMax(T* at, std::type_identity_t<T> value) {
     const T old = *at;

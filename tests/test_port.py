@@ -1,0 +1,95 @@
+"""A port of the cache to C11, written from the kit's SPEC.md alone, passes the whole kit, and a wrong one does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PORT = Path(__file__).parent / "port"
+PARTS = ("formats.h", "ops.h", "plan.h", "cache.h")  # the port itself; the others read the kit and compare
+CC = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+pytestmark = pytest.mark.skipif(CC is None, reason="there is no C compiler")
+
+# A line of the port, and what a porter might have written instead.
+MISTAKES = [
+    ("formats.h", "isinf(1 / d) ? 0 : 1 / d", "1 / d"),
+    ("formats.h", "fmaf(x[j], id, 8.5f)", "x[j] * id + 8.5f"),
+    ("ops.h", "h % keys : h", "h * keys / heads : h"),
+    ("plan.h", "packed ? 0 : (256", "(256"),
+    ("cache.h", "high < saved + accept ? high : saved + accept", "high"),
+    ("cache.h", "C.kept[i].pos <= stands", "C.kept[i].pos < stands"),
+    ("cache.h", "C.round ? 0 : C.step_rows", "C.step_rows"),
+]
+
+
+def build(source: Path, program: Path, *options: str) -> Path:
+    assert CC is not None
+    command = [CC, "-std=c11", "-ffp-contract=off", *options, str(source / "main.c"), "-o", str(program), "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, kit: Path) -> tuple[int, str]:
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the program keeps what it reads until it ends
+    done = subprocess.run([str(program), str(kit)], capture_output=True, text=True, timeout=120, env=env)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_port_passes_the_whole_kit(small_kit: Path, tmp_path: Path) -> None:
+    program = build(PORT, tmp_path / "port", "-O2", "-Wall", "-Wextra", "-Werror")
+    cases = (small_kit / "manifest.json").read_text().count('"id": ')
+    assert run(program, small_kit) == (0, f"all {cases} cases\n")
+
+
+def test_the_port_passes_it_without_a_step_beside_its_memory(small_kit: Path, tmp_path: Path) -> None:
+    sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    probe = tmp_path / "probe"
+    probe.mkdir()
+    (probe / "main.c").write_text("int main(void) { return 0; }\n")
+    try:
+        assert run(build(probe, tmp_path / "empty", *sanitize), probe)[0] == 0
+    except AssertionError:
+        pytest.skip("this compiler has no sanitizers")
+    status, text = run(build(PORT, tmp_path / "port", "-O1", *sanitize), small_kit)
+    assert "ERROR: AddressSanitizer" not in text
+    assert "runtime error" not in text
+    assert status == 0, text
+
+
+@pytest.mark.parametrize(("part", "line", "mistake"), MISTAKES, ids=[line for _, line, _ in MISTAKES])
+def test_a_port_with_one_mistake_fails_and_says_where(
+    part: str, line: str, mistake: str, small_kit: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(PORT, tmp_path / "wrong")
+    text = (PORT / part).read_text()
+    assert text.count(line) == 1
+    (tmp_path / "wrong" / part).write_text(text.replace(line, mistake))
+    status, said = run(build(tmp_path / "wrong", tmp_path / "port", "-O0", "-w"), small_kit)
+    assert status == 1
+    assert said.count("\n") == 1
+    assert re.match(r"(append_kv|gdn_prep|plan|cache) .*: ", said), said
+
+
+def test_a_changed_byte_of_the_kit_is_noticed_by_its_digest(small_kit: Path, tmp_path: Path) -> None:
+    kit = tmp_path / "kit"
+    shutil.copytree(small_kit, kit)
+    raw = bytearray((kit / "formats.bin").read_bytes())
+    raw[0] ^= 1
+    (kit / "formats.bin").write_bytes(raw)
+    status, said = run(build(PORT, tmp_path / "port", "-O0"), kit)
+    assert status == 1
+    assert "has another digest" in said
+
+
+def test_the_port_is_short_and_includes_nothing_but_itself_and_the_standard_library() -> None:
+    assert sum((PORT / part).read_text().count("\n") for part in PARTS) < 700
+    own = {path.name for path in PORT.iterdir()}
+    standard = {"math.h", "stdarg.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
+    for path in PORT.iterdir():
+        assert set(re.findall(r'#include ["<](.*)[">]', path.read_text())) <= own | standard, path
