@@ -8,7 +8,9 @@ fills the slot again, the receiver's for the first before it reads; the host wai
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from memra_driver.device import CudaEvent
 from memra_driver.errors import CapacityError, ConfigError, MemraError, StateError, UnsupportedError
 from memra_driver.interop import operand, same_stream
 from memra_driver.kvdev import CudaDev, HostDev
-from memra_driver.memory import Allocation, Borrowed, Closing, CudaView
+from memra_driver.memory import Allocation, Borrowed, Closing, CudaView, run_all
 
 SLOTS = 2
 
@@ -111,6 +113,8 @@ class Boundary(Closing):
         if isinstance(a, CudaDev) and not (self.way == "same" and same_stream(a.stream.handle, b.stream.handle)):
             self._arrived = [self._event(a) for _ in range(SLOTS)]
             self._read = [self._event(b) for _ in range(SLOTS)]
+            for event in self._read:  # before the slots exist in the order of b's stream, a's may not fill them
+                b.stream.record(event)
             self._in_order = False  # on one stream everything is in order as it is
 
     def _event(self, e: Any) -> CudaEvent:
@@ -201,16 +205,14 @@ class Boundary(Closing):
         for stream in streams:
             stream.refuse_in_capture("close of a boundary")
         self._closed = True
+        waits: list[Callable[[], None]] = []
         for stream in streams:
             if self._room is not None:
-                stream.synchronize()  # what is no memory of a pool is not freed in the order of a stream
+                waits.append(stream.synchronize)  # what is no memory of a pool is not freed in the order of a stream
             elif stream is self.dev_b.stream:
-                for event in self._arrived:  # what was sent and never received
-                    stream.wait(event)
-        for each in (*self._events, *filter(None, [self._slots])):
-            each.close()
-        for room in filter(None, [self._room, self._pinned]):
-            room.free()
+                waits += [partial(stream.wait, event) for event in self._arrived]  # what was sent and never received
+        mine = (*self._events, *filter(None, [self._slots, self._room, self._pinned]))
+        run_all([*waits, *(each.close for each in mine)])
 
     def _push(self, slot: int, source: int, nbytes: int) -> None:
         """The sender's half: waits until the slot was read, fills it, says so. One context is bound for all of it."""

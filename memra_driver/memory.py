@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import weakref
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import dlpack
-from .errors import ArrayError, ExportError, MemraError, StateError
+from .errors import ArrayError, DriverError, ExportError, MemraError, StateError
 
 ALIGNMENT = 256  # bytes; the driver's allocations have it, host memory follows
 
@@ -66,6 +67,18 @@ class Closing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def run_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Makes every call: an error of the driver keeps none from being made, and the first is raised at the end."""
+    first: DriverError | None = None
+    for call in calls:
+        try:
+            call()
+        except DriverError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def check_contiguous(array: npt.NDArray[Any]) -> None:

@@ -226,6 +226,7 @@ def test_every_crossing_is_ordered_both_ways_and_the_host_never_waits(gpus: Any,
 
 
 @pytest.mark.standin
+@pytest.mark.at_once
 @pytest.mark.parametrize("left_out", ["event_record", "stream_wait_event"])
 @pytest.mark.parametrize("side", ["dev_a", "dev_b"])
 def test_each_event_is_needed(

@@ -231,6 +231,7 @@ def test_the_room_for_a_count_goes_with_its_device(make_dev: MakeDev, standin: S
 
 
 @pytest.mark.standin
+@pytest.mark.at_once
 @pytest.mark.parametrize("side", ["first", "last"])
 def test_the_order_of_a_count_is_seen_to_on_both_sides(
     player: Player, standin: StandIn, monkeypatch: pytest.MonkeyPatch, side: str
