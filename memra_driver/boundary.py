@@ -42,8 +42,9 @@ class _Unpooled:
     Not from the memory pool: what is enabled between peers does not hold for that.
     """
 
-    def __init__(self, context: CudaContext, *, pinned: bool) -> None:
+    def __init__(self, context: CudaContext, other: CudaContext, *, pinned: bool) -> None:
         self.context, self.pinned, self.kind = context, pinned, "pinned" if pinned else "memory"
+        self.used_by = context, other
 
     def alloc_bytes(self, nbytes: int) -> int:
         self.context.bind_alive()
@@ -52,8 +53,13 @@ class _Unpooled:
         return ptr
 
     def free_bytes(self, ptr: int, nbytes: int) -> None:
-        if not in_a_fork():
-            self.context.let_go(self.kind, ptr, driver.mem_free_host if self.pinned else driver.mem_free)
+        if in_a_fork():
+            return
+        for context in self.used_by:  # the free is in no stream's order, and rows may still be on their way
+            if not context.is_closed and context.is_alive():
+                context.bind()
+                driver.ctx_synchronize()
+        self.context.let_go(self.kind, ptr, driver.mem_free_host if self.pinned else driver.mem_free)
 
     def record_error(self, error: MemraError) -> None:
         self.context.record_error(error)
@@ -106,10 +112,10 @@ class Boundary(Closing):
             self._slots = b.uninit(n)
         else:
             self.way = "peer" if a.context.enable_peer(b.context) else "staged"
-            self._room = Allocation(_Unpooled(b.context, pinned=False), 4 * n)
+            self._room = Allocation(_Unpooled(b.context, a.context, pinned=False), 4 * n)
             self._slots = Borrowed(b.memory, self._room.ptr, n, allocation=self._room)
         if self.way == "staged":
-            self._pinned = Allocation(_Unpooled(a.context, pinned=True), 4 * n)
+            self._pinned = Allocation(_Unpooled(a.context, b.context, pinned=True), 4 * n)
         if isinstance(a, CudaDev) and not (self.way == "same" and same_stream(a.stream.handle, b.stream.handle)):
             self._arrived = [self._event(a) for _ in range(SLOTS)]
             self._read = [self._event(b) for _ in range(SLOTS)]
@@ -211,8 +217,8 @@ class Boundary(Closing):
                 waits.append(stream.synchronize)  # what is no memory of a pool is not freed in the order of a stream
             elif stream is self.dev_b.stream:
                 waits += [partial(stream.wait, event) for event in self._arrived]  # what was sent and never received
-        mine = (*self._events, *filter(None, [self._slots, self._room, self._pinned]))
-        run_all([*waits, *(each.close for each in mine)])
+        closes = [each.close for each in (*self._events, *filter(None, [self._slots]))]
+        run_all([*waits, *closes, *(room.free for room in filter(None, [self._room, self._pinned]))])
 
     def _push(self, slot: int, source: int, nbytes: int) -> None:
         """The sender's half: waits until the slot was read, fills it, says so. One context is bound for all of it."""
