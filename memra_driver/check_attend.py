@@ -101,6 +101,7 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
     cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
     kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
     cases += [Attend(PAIRS[1], rows=2, pos=300, kind=kind) for kind in kinds]
+    cases += [Attend(PAIRS[1], (64, 64), 2, 300, 8, kind=kind) for kind in kinds]
     around = ATTEND_GROUPS * ATTEND_TILE  # the first groups get a second tile
     cases += [Attend(PAIRS[2], rows=3, pos=around - 1, heads_kv=1)]
     if not small:

@@ -57,7 +57,7 @@ IN_PTX = [
     ("attend_64", "mma.cuh", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0])',
      '"r"(a[1]), "r"(a[0]), "r"(a[2]), "r"(a[3]), "r"(b[0])'),
     ("attend_pipe_64_8", "mma.cuh", '"r"(b0), "r"(b1)', '"r"(b1), "r"(b0)'),
-    ("attend_pipe_64_8", "mma.cuh", "m8n8.trans.b16", "m8n8.b16"),
+    ("attend_pipe_64_8", "mma.cuh", "fma.rn.f16x2 %0, %1, %2, %3", "fma.rn.f16x2 %0, %1, %3, %2"),
     ("attend_64", "mma.cuh", '"r"(b[0]), "r"(b[1])', '"r"(b[1]), "r"(b[0])'),
     ("attend_64", "mma.cuh", "(lane & 16) / 2", "(lane & 16) / 4"),
     ("attend_64", "mma.cuh", "m0 + (lane & 8);", "m0;"),
