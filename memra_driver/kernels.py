@@ -454,6 +454,10 @@ class KernelSet:
         found = self._plans.get(name)
         return self._load(KERNELS[name]) if found is None else found
 
+    def has(self, name: str) -> bool:
+        """Whether a kernel is loaded."""
+        return name in self._plans
+
     def load_all(self) -> None:
         """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""
         served = [kernel for kernel in KERNELS.values() if kernel.arch in (None, self.arch)]

@@ -225,8 +225,12 @@ class CudaDev(_SliceDev):
         plan.launch(self.stream.handle, args)
 
     def prepare(self, name: str, args: Sequence[Any]) -> Launch:
-        """A launch with its arguments in place, for calls that come again; nothing is enqueued."""
-        self.context.bind()
+        """A launch with its arguments in place, for calls that come again; nothing is enqueued.
+
+        Of a kernel that is loaded it asks nothing of the driver: what was just enqueued must not end in an error.
+        """
+        if not self.kernels.has(name):
+            self.context.bind()
         return self.kernels.plan(name).prepare(self.context, self.stream, args)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:

@@ -121,6 +121,9 @@ class Stage:
             "conv_update": lambda: ops.conv_update(e, cache, il, at["x"], at["w"], at["convolved"]),
             "gdn_prep": lambda: ops.gdn_prep(e, cache, il, at["convolved"], *gates, *made, eps=1e-6),
             "gdn_scan": lambda: ops.gdn_scan(e, cache, il, *made, at["scanned"], scale=0.2),
+            "recur_step": lambda: ops.recur_step(
+                e, cache, il, at["x"], at["w"], *gates, at["scanned"], eps=1e-6, scale=0.2
+            ),
             "tap_write": lambda: ops.tap_write(e, cache, il, at["residual"]),
         }
         return calls[name]

@@ -91,6 +91,7 @@ CHANGES: dict[str, Prepare] = {
     "conv_update": lambda s: s.op("conv_update", 2),
     "gdn_prep": lambda s: after(s, "conv_update", then="gdn_prep", il=2),
     "gdn_scan": lambda s: after(s, "conv_update", "gdn_prep", then="gdn_scan", il=2),
+    "recur_step": lambda s: s.op("recur_step", 2),
     "tap_write": tapped,
     "arm_taps": lambda s: lambda: s.cache.arm_taps(s.devices[-1], [2], 3, 8),
     "disarm_taps": lambda s: (s.cache.arm_taps(s.devices[-1], [2], 3, 8), s.cache.disarm_taps)[1],
