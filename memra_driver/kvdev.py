@@ -224,8 +224,12 @@ class CudaDev(_SliceDev):
         plan.launch(self.stream.handle, args)
 
     def prepare(self, name: str, args: Sequence[Any]) -> Launch:
-        """A launch with its arguments in place, for calls that come again; nothing is enqueued."""
-        self.context.bind()
+        """A launch with its arguments in place, for calls that come again; nothing is enqueued.
+
+        Once the kernel is loaded nothing is asked of the driver: what was enqueued before cannot fail here.
+        """
+        if not self.kernels.has(name):
+            self.context.bind()
         return self.kernels.plan(name).prepare(self.context, self.stream, args)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -318,6 +319,18 @@ class CudaSlice(Closing):
             "strides": None,
             "stream": self.memory.export_stream(),
         }
+
+
+class OpenWatch:
+    """Tells whether any of some slices was closed since, or a view of them alone; keeps none of them alive."""
+
+    def __init__(self, slices: Iterable[CudaSlice]) -> None:
+        self._open = list({id(each._open): each._open for each in slices}.values())
+        self._were = list(map(len, self._open))
+
+    def is_true(self) -> bool:
+        """Whether all are open still."""
+        return list(map(len, self._open)) == self._were
 
 
 class Borrowed(CudaSlice):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from memra_driver.errors import MemraError
 from memra_driver.graph import open_captures
-from memra_driver.layers import swap_states
+from memra_driver.layers import KvLayer, RecurLayer, swap_states
 from memra_driver.layout import CacheState, KvLayerC, Recorder, RecurLayerC, StepOp
-from memra_driver.memory import Borrowed, CudaSlice, CudaView
+from memra_driver.memory import Borrowed, CudaSlice, CudaView, OpenWatch
 from memra_driver.place import Action
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ def enqueued_again(
     e: Any, cache: Cache | CacheBatch, name: str, il: int, values: tuple[Any, ...], operands: tuple[Any, ...]
 ) -> bool:
     """Whether the operation was known, nothing spoke against it, and it is enqueued and noted."""
-    for value in values:
-        if type(value) not in _PLAIN:
-            return False
-    known = cache.prepared.get((name, il, values, *map(id, operands)))
+    key = _key(name, il, values, operands)
+    known = None if key is None else cache.prepared.get(key)
     return known is not None and known.e is e and not open_captures and known.again(cache, operands)
 
 
@@ -54,16 +52,33 @@ def prepare(
     """
     if open_captures or not getattr(e, "prepares", False):
         return
-    if any(type(each) not in _OURS for each in operands) or any(type(each) not in _PLAIN for each in values):
+    key, kept = _key(name, il, values, operands), cache.prepared
+    if key is None or any(type(each) not in _OURS for each in operands):
         return
     if any(member.state is not CacheState.READY for member in cache.members):
         return
-    key, kept = (name, il, values, *map(id, operands)), cache.prepared
-    known = Prepared(e, cache, source, op, rows, launches)
+    known, owner = Prepared(e, cache, source, op, rows, launches), weakref.ref(cache)
+
+    def forget(_: Any) -> None:
+        alive = owner()  # not `kept`: that would be a cycle, and the device would stay with it
+        if alive is not None:
+            alive.prepared.pop(key, None)
+
     if len(kept) >= _MOST:
         kept.clear()
-    known.refs = [weakref.ref(each, lambda _: kept.pop(key, None)) for each in operands]
+    known.refs = [weakref.ref(each, forget) for each in operands]
     kept[key] = known
+
+
+def _key(name: str, il: int, values: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What an operation is kept under; None where what is equal to its values may mean something else."""
+    if type(il) is not int:
+        return None
+    for value in values:
+        kind = type(value)
+        if kind not in _PLAIN or (kind is float and value == 0):  # of either sign
+            return None
+    return name, il, values, *map(type, values), *map(id, operands)
 
 
 def enqueue(
@@ -87,7 +102,7 @@ def enqueue(
 class _Member:
     """One sequence of an operation, and the addresses in its C struct that must be those of the first call."""
 
-    __slots__ = ("c", "last", "layer", "max_ctx", "watched")
+    __slots__ = ("c", "last", "layer", "max_ctx", "planes", "watched")
 
     def __init__(self, cache: Cache, il: int, rows: int, in_batch: bool) -> None:
         self.c, self.max_ctx = cache._c, cache.max_ctx
@@ -101,6 +116,8 @@ class _Member:
             assert recur is not None
             end = RecurLayerC.ssm_state_alt if in_batch else RecurLayerC.ssm_state  # a batch's table has that address
             self.layer, parts = recur._c, [(RecurLayerC.conv_state.offset, end.offset)]
+        names = RecurLayer.PLANES if kv is None else KvLayer.PLANES
+        self.planes = OpenWatch(cache.planes[name, il, self.layer.device_index] for name in names)
         memory = memoryview(self.layer).cast("B")
         self.watched = [(memory[begin:end], bytes(memory[begin:end])) for begin, end in parts]
 
@@ -114,13 +131,12 @@ class Prepared:
         self, e: Any, cache: Cache | CacheBatch, il: int, op: StepOp | None, rows: int, launches: Launches
     ) -> None:
         self.e, self.op, self.rows = e, int(op or 0), rows
-        single = cache.batch is None
+        self.single = single = cache.batch is None
         self.members = [_Member(member, il, rows, not single) for member in cache.members]
         self.reads_kv = op is None and cache.members[0].kv[il] is not None
         self.in_round = cache.open_round is not None
         self.launches: list[Launch] = [e.prepare(name, args) for name, args in launches]
         self.slots = [launch.field("slot") for launch in self.launches if single and launch.has("slot")]
-        self.table = None if single else cache.at(il).seqs
         self.appends = op is StepOp.APPEND
         self.length = self.launches[0].field("len") if single and self.appends else None
         self.states: tuple[Any, Any] | None = None
@@ -135,7 +151,7 @@ class Prepared:
         for member in self.members:
             if not self._is_free(member):
                 return False
-        if self.table is not None and not (self._in_step() and self.table._open):
+        if not (self.single or self._in_step()):
             return False
         if not self.launches[0].is_open:
             return False
@@ -169,6 +185,8 @@ class Prepared:
         c, layer, op = member.c, member.layer, self.op
         pos, width = c.pos, c.round_width
         if c.state or c.recorder == _BY_C or not 0 <= pos <= member.last or bool(width) is not self.in_round:
+            return False
+        if not member.planes.is_true():
             return False
         for memory, frozen in member.watched:
             if bytes(memory) != frozen:
