@@ -102,7 +102,7 @@ def enqueue(
 class _Member:
     """One sequence of an operation, and the addresses in its C struct that must be those of the first call."""
 
-    __slots__ = ("c", "last", "layer", "max_ctx", "planes", "watched")
+    __slots__ = ("c", "last", "layer", "max_ctx", "watched")
 
     def __init__(self, cache: Cache, il: int, rows: int, in_batch: bool) -> None:
         self.c, self.max_ctx = cache._c, cache.max_ctx
@@ -116,8 +116,6 @@ class _Member:
             assert recur is not None
             end = RecurLayerC.ssm_state_alt if in_batch else RecurLayerC.ssm_state  # a batch's table has that address
             self.layer, parts = recur._c, [(RecurLayerC.conv_state.offset, end.offset)]
-        names = RecurLayer.PLANES if kv is None else KvLayer.PLANES
-        self.planes = OpenWatch(cache.planes[name, il, self.layer.device_index] for name in names)
         memory = memoryview(self.layer).cast("B")
         self.watched = [(memory[begin:end], bytes(memory[begin:end])) for begin, end in parts]
 
@@ -131,11 +129,16 @@ class Prepared:
         self, e: Any, cache: Cache | CacheBatch, il: int, op: StepOp | None, rows: int, launches: Launches
     ) -> None:
         self.e, self.op, self.rows = e, int(op or 0), rows
-        self.single = single = cache.batch is None
+        single = cache.batch is None
         self.members = [_Member(member, il, rows, not single) for member in cache.members]
         self.reads_kv = op is None and cache.members[0].kv[il] is not None
         self.in_round = cache.open_round is not None
         self.launches: list[Launch] = [e.prepare(name, args) for name, args in launches]
+        self.planes: OpenWatch | None = None  # of the sequences of a batch; of a single one they are arguments
+        if not single:
+            names = RecurLayer.PLANES if cache.members[0].kv[il] is None else KvLayer.PLANES
+            d = cache.plan.device_of(il)
+            self.planes = OpenWatch(member.planes[name, il, d] for member in cache.members for name in names)
         self.slots = [launch.field("slot") for launch in self.launches if single and launch.has("slot")]
         self.appends = op is StepOp.APPEND
         self.length = self.launches[0].field("len") if single and self.appends else None
@@ -151,7 +154,7 @@ class Prepared:
         for member in self.members:
             if not self._is_free(member):
                 return False
-        if not (self.single or self._in_step()):
+        if self.planes is not None and not (self._in_step() and self.planes.is_true()):
             return False
         if not self.launches[0].is_open:
             return False
@@ -185,8 +188,6 @@ class Prepared:
         c, layer, op = member.c, member.layer, self.op
         pos, width = c.pos, c.round_width
         if c.state or c.recorder == _BY_C or not 0 <= pos <= member.last or bool(width) is not self.in_round:
-            return False
-        if not member.planes.is_true():
             return False
         for memory, frozen in member.watched:
             if bytes(memory) != frozen:
