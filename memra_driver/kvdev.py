@@ -28,7 +28,7 @@ from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatc
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.interop import same_stream
 from memra_driver.kernels import KERNELS, KernelSet, Launch
-from memra_driver.memory import Borrowed
+from memra_driver.memory import Borrowed, run_all
 
 S = TypeVar("S")
 
@@ -192,7 +192,8 @@ class CudaDev(_SliceDev):
             if self.stream.device != device:
                 raise DeviceMismatch(f"the stream given is of cuda:{self.stream.device}, not of cuda:{device}")
             self._owns_stream = self.stream is not stream
-            self.kernels = KernelSet(self.context.arch, driver.device_get(device))
+            self.arch = self.context.arch
+            self.kernels = KernelSet(self.arch, driver.device_get(device))
         except BaseException:
             if self._owns_context:
                 self.context.close()
@@ -226,7 +227,7 @@ class CudaDev(_SliceDev):
     def prepare(self, name: str, args: Sequence[Any]) -> Launch:
         """A launch with its arguments in place, for calls that come again; nothing is enqueued.
 
-        Once the kernel is loaded nothing is asked of the driver: what was enqueued before cannot fail here.
+        Of a kernel that is loaded it asks nothing of the driver: what was just enqueued must not end in an error.
         """
         if not self.kernels.has(name):
             self.context.bind()
@@ -274,15 +275,14 @@ class CudaDev(_SliceDev):
         """
         if self.stream.is_closed or in_a_fork():
             return
+        mine = [*self._attached, *self._scratch, *filter(None, [self._table, self._count]), self.kernels]
+        mine += [self.stream] if self._owns_stream else []
+        mine += [self.context] if self._owns_context else []
+        run_all([self._finish, *(each.close for each in mine)])
+
+    def _finish(self) -> None:
         if self.context.is_alive():
             self.stream.synchronize()
-        for each in (*self._attached, *self._scratch, *filter(None, [self._table, self._count])):
-            each.close()
-        self.kernels.close()
-        if self._owns_stream:
-            self.stream.close()
-        if self._owns_context:
-            self.context.close()
 
     def __enter__(self) -> CudaDev:
         return self
@@ -316,6 +316,7 @@ class HostDev(_SliceDev):
     """Host memory and the NumPy twin of the kernels; every call has ended when it returns."""
 
     ordinal = -1
+    arch = "host"
 
     def __init__(self, *, arena: bool = True) -> None:
         self.arena = arena

@@ -17,7 +17,7 @@ from memra_driver.capi.layout import DeviceOptionsC
 from memra_driver.capi.library import Library, launch_function, load
 from memra_driver.device import LEGACY_STREAM, CudaContext, CudaStream
 from memra_driver.errors import AbiError, ArrayError, ConfigError, MemraError, StateError, UnsupportedError
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS, attend_kernel
+from memra_driver.kernels import ATTEND_ENTRIES, KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kvdev import CudaDev
 from memra_driver.memory import Borrowed, Closing, CudaSlice, check_contiguous
 
@@ -181,6 +181,7 @@ class CDev(CudaDev):
                 self.context.close()
             raise
         self.kernels = self.c
+        self.arch = self.c.arch
         self.memory = self.stream
         self._scratch = []
         self._attached = []
@@ -202,9 +203,9 @@ class CDev(CudaDev):
         if len(args) != len(kernel.params):
             raise AbiError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
         at = {parameter: value for (_, parameter), value in zip(kernel.params, args, strict=True)}
-        if name in ATTEND_COLUMNS:
+        if name in ATTEND_ENTRIES:
             columns = at["rows"] * (at["n_head"] // at["n_head_kv"])
-            chosen = attend_kernel(at["head_dim_k"], at["head_dim_v"], columns)
+            chosen = attend_kernel(self.arch, AttendGeometry.of(at), columns)
             if name != chosen:
                 raise UnsupportedError(f"the C library launches {chosen} for this attend, not {name}")
         if name.startswith("recur_step") and name != f"recur_step_{at['state_size']}":
@@ -281,6 +282,7 @@ def bind(cache: Any) -> Library:
     if any(struct.contents.devices[d].handle != each.handle for d, each in enumerate(devices)):
         addresses = (ctypes.c_void_p * len(devices))(*(each.address for each in devices))
         devices[0].library.call("memra_cache_bind", struct, addresses, len(devices))
+    cache.check_c = devices[0].library.check
     for each in devices:
         if each.open_graph is not None and cache not in each.open_graph.kept:
             each.open_graph.kept.append(cache)  # the graph has the address of its struct
