@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
 from memra_driver.formats import BLOCK, FORMATS
-from memra_driver.memory import run_all
+from memra_driver.memory import CudaSlice, OpenWatch, run_all
 from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class LaunchPlan:
         block = type(self._block).from_buffer_copy(self._block)
         pointers = (ctypes.c_void_p * len(self.layout))(*(ctypes.addressof(block) + at for at, _ in self.layout))
         call = driver.launch_arguments(self.handle, *shape, stream.handle, ctypes.addressof(pointers))
-        return Launch(self, context, stream, block, pointers, call)
+        return Launch(self, context, stream, block, pointers, call, args)
 
     def close(self) -> None:
         """The kernel is gone."""
@@ -396,17 +396,19 @@ class Launch:
     """
 
     def __init__(
-        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any, call: Any
-    ) -> None:
+        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any, call: Any,
+        args: Sequence[Any],
+    ) -> None:  # fmt: skip
         self._plan, self._context, self._stream = plan, context, stream
         self._block, self._pointers = block, pointers  # what `call` has the address of
         self._call, self._name = call, plan.kernel.name
         self._fields: dict[str, Any] = {}
+        self._slices = OpenWatch(each for each in args if isinstance(each, CudaSlice))
 
     @property
     def is_open(self) -> bool:
-        """Whether the kernel is still loaded and the stream still there."""
-        return self._plan.handle != 0 and self._stream._handle is not None
+        """Whether the kernel is still loaded, the stream still there, and no slice among the arguments closed since."""
+        return self._plan.handle != 0 and self._stream._handle is not None and self._slices.is_true()
 
     def has(self, name: str) -> bool:
         """Whether the kernel has a parameter of this name."""
@@ -445,6 +447,10 @@ class KernelSet:
         self._unload = weakref.finalize(self, _unload_quietly, self._libraries, os.getpid())
         self._unload.atexit = False
 
+    def has(self, name: str) -> bool:
+        """Whether a kernel is loaded."""
+        return name in self._plans
+
     def plan(self, name: str) -> LaunchPlan:
         """The launch plan of a kernel. The first use of a source may compile it.
 
@@ -453,10 +459,6 @@ class KernelSet:
         """
         found = self._plans.get(name)
         return self._load(KERNELS[name]) if found is None else found
-
-    def has(self, name: str) -> bool:
-        """Whether a kernel is loaded."""
-        return name in self._plans
 
     def load_all(self) -> None:
         """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""

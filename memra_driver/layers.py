@@ -64,7 +64,7 @@ def swap_states(c: layout.RecurLayerC) -> None:
 class KvLayer:
     """Quantised K/V of one full-attention layer. Token t of K starts at byte t * k_tok_bytes of `k`."""
 
-    _NAMES = ("k", "v", "len_d")
+    PLANES = ("k", "v", "len_d")
 
     def __init__(self, c: layout.KvLayerC, plan: CachePlan, il: int, owner: Any, planes: Mapping[Key, Any]) -> None:
         self._c, self.owner, self.max_ctx = c, owner, plan.max_ctx
@@ -72,7 +72,7 @@ class KvLayer:
 
     @functools.cached_property
     def _planes(self) -> dict[int, Any]:
-        return _own(self._NAMES, *self._cut)
+        return _own(self.PLANES, *self._cut)
 
     k = _plane("k", "u8 [max_ctx * k_tok_bytes + 8]")
     v = _plane("v", "u8 [max_ctx * v_tok_bytes + 8]")
@@ -94,7 +94,7 @@ class KvLayer:
 class RecurLayer:
     """Recurrent state of one linear-attention layer."""
 
-    _NAMES = ("conv_state", "ssm_state", "ssm_state_alt")
+    PLANES = ("conv_state", "ssm_state", "ssm_state_alt")
 
     def __init__(self, c: layout.RecurLayerC, plan: CachePlan, il: int, owner: Any, planes: Mapping[Key, Any]) -> None:
         self._c, self.owner = c, owner
@@ -102,7 +102,7 @@ class RecurLayer:
 
     @functools.cached_property
     def _planes(self) -> dict[int, Any]:
-        return _own(self._NAMES, *self._cut)
+        return _own(self.PLANES, *self._cut)
 
     @functools.cached_property
     def home(self) -> Any:

@@ -337,6 +337,18 @@ class CudaSlice(Closing):
         }
 
 
+class OpenWatch:
+    """Tells whether any of some slices was closed since, or a view of them alone; keeps none of them alive."""
+
+    def __init__(self, slices: Iterable[CudaSlice]) -> None:
+        self._open = list({id(each._open): each._open for each in slices}.values())
+        self._were = list(map(len, self._open))
+
+    def is_true(self) -> bool:
+        """Whether all are open still."""
+        return list(map(len, self._open)) == self._were
+
+
 class Borrowed(CudaSlice):
     """Elements at an address that someone else allocated and frees; `close()` closes this object only.
 

@@ -118,7 +118,9 @@ class CachePlan:
     ) -> CachePlan:  # fmt: skip
         """The plan of these arguments, an earlier one where there was one: caches of one kind share theirs."""
         policy = FormatPolicy.from_env() if policy is None else policy
-        fence, placement = (None if each is None else tuple(each) for each in (fence, placement))
+        # What is equal to a good fence may be none itself: 4.0 to 4.
+        fence = None if fence is None else check_fence(fence, cfg)
+        placement = None if placement is None else tuple(placement)
         try:
             return _planned(cfg, max_ctx, policy, options, fence, placement)
         except TypeError:  # what cannot be hashed is refused by its name, or planned anew

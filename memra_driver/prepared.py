@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from memra_driver.errors import MemraError
 from memra_driver.graph import open_captures
-from memra_driver.layers import swap_states
+from memra_driver.layers import KvLayer, RecurLayer, swap_states
 from memra_driver.layout import CacheState, KvLayerC, Recorder, RecurLayerC, StepOp
-from memra_driver.memory import Borrowed, CudaSlice, CudaView
+from memra_driver.memory import Borrowed, CudaSlice, CudaView, OpenWatch
 from memra_driver.place import Action
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ def enqueued_again(
     e: Any, cache: Cache | CacheBatch, name: str, il: int, values: tuple[Any, ...], operands: tuple[Any, ...]
 ) -> bool:
     """Whether the operation was known, nothing spoke against it, and it is enqueued and noted."""
-    for value in values:
-        if type(value) not in _PLAIN:
-            return False
-    known = cache.prepared.get((name, il, values, *map(id, operands)))
+    key = _key(name, il, values, operands)
+    known = None if key is None else cache.prepared.get(key)
     return known is not None and known.e is e and not open_captures and known.again(cache, operands)
 
 
@@ -54,16 +52,33 @@ def prepare(
     """
     if open_captures or not getattr(e, "prepares", False):
         return
-    if any(type(each) not in _OURS for each in operands) or any(type(each) not in _PLAIN for each in values):
+    key, kept = _key(name, il, values, operands), cache.prepared
+    if key is None or any(type(each) not in _OURS for each in operands):
         return
     if any(member.state is not CacheState.READY for member in cache.members):
         return
-    key, kept = (name, il, values, *map(id, operands)), cache.prepared
-    known = Prepared(e, cache, source, op, rows, launches)
+    known, owner = Prepared(e, cache, source, op, rows, launches), weakref.ref(cache)
+
+    def forget(_: Any) -> None:
+        alive = owner()  # not `kept`: that would be a cycle, and the device would stay with it
+        if alive is not None:
+            alive.prepared.pop(key, None)
+
     if len(kept) >= _MOST:
         kept.clear()
-    known.refs = [weakref.ref(each, lambda _: kept.pop(key, None)) for each in operands]
+    known.refs = [weakref.ref(each, forget) for each in operands]
     kept[key] = known
+
+
+def _key(name: str, il: int, values: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What an operation is kept under; None where what is equal to its values may mean something else."""
+    if type(il) is not int:
+        return None
+    for value in values:
+        kind = type(value)
+        if kind not in _PLAIN or (kind is float and value == 0):  # of either sign
+            return None
+    return name, il, values, *map(type, values), *map(id, operands)
 
 
 def enqueue(
@@ -119,8 +134,12 @@ class Prepared:
         self.reads_kv = op is None and cache.members[0].kv[il] is not None
         self.in_round = cache.open_round is not None
         self.launches: list[Launch] = [e.prepare(name, args) for name, args in launches]
+        self.planes: OpenWatch | None = None  # of the sequences of a batch; of a single one they are arguments
+        if not single:
+            names = RecurLayer.PLANES if cache.members[0].kv[il] is None else KvLayer.PLANES
+            d = cache.plan.device_of(il)
+            self.planes = OpenWatch(member.planes[name, il, d] for member in cache.members for name in names)
         self.slots = [launch.field("slot") for launch in self.launches if single and launch.has("slot")]
-        self.table = None if single else cache.at(il).seqs
         self.appends = op is StepOp.APPEND
         self.length = self.launches[0].field("len") if single and self.appends else None
         self.states: tuple[Any, Any] | None = None
@@ -135,7 +154,7 @@ class Prepared:
         for member in self.members:
             if not self._is_free(member):
                 return False
-        if self.table is not None and not (self._in_step() and self.table._open):
+        if self.planes is not None and not (self._in_step() and self.planes.is_true()):
             return False
         if not self.launches[0].is_open:
             return False

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from caches import POLICY, TINY_SSM, attention_only, gemma, tiny
 from hypothesis import given, settings
@@ -509,3 +510,10 @@ def test_a_plan_that_is_refused_is_refused_by_of_too(max_ctx: Any) -> None:
     CachePlan.of(tiny(), 64, POLICY, None)
     with pytest.raises(ConfigError, match="max_ctx"):
         CachePlan.of(tiny(), max_ctx, POLICY, None)
+
+
+@pytest.mark.parametrize("split", [4.0, np.int64(4)])
+def test_a_fence_of_no_whole_numbers_is_refused_whatever_went_before(split: Any) -> None:
+    CachePlan.of(tiny(), 64, POLICY, None, (0, 4, 8), (0, 0))
+    with pytest.raises(ConfigError, match="fence"):
+        CachePlan.of(tiny(), 64, POLICY, None, (0, split, 8), (0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +23,14 @@ from memra_driver.round import Round
 
 pytestmark = pytest.mark.not_through_c
 OPTIONS = CacheOptions(round_width=4)
-RECURRENT, ATTENTION = 0, 3
+RECURRENT, ATTENTION, FUSED = 0, 3, 6
 
 
 class Engine:
-    """Drives a cache or a batch over slices that it keeps."""
+    """Drives a cache or a batch over slices that it keeps; `fused` layers take recur_step."""
 
-    def __init__(self, cache: Any, rows: int) -> None:
-        self.cache, self.rows = cache, rows
+    def __init__(self, cache: Any, rows: int, fused: int = FUSED) -> None:
+        self.cache, self.rows, self.fused = cache, rows, fused
         first = cache.members[0]
         self.e = first.devices[0]
         self.first, self.lanes = first, len(cache.members)
@@ -51,33 +52,44 @@ class Engine:
         k, v = self.fill(il, "k", layer.kv_dim_k), self.fill(il, "v", layer.kv_dim_v)
         ops.append_kv(self.e, self.cache, il, k, v)
 
-    def attend(self, il: int = ATTENTION, scale: Any = 0.125) -> None:
+    def attend(self, il: int = ATTENTION, scale: Any = 0.125, window: Any = None) -> None:
         q, out = self.fill(il, "q", 4 * 64), self.slice(il, "attended", 4 * 64)
-        ops.attend(self.e, self.cache, il, q, out, scale=scale)
+        ops.attend(self.e, self.cache, il, q, out, scale=scale, window=window)
 
-    def conv(self, il: int = RECURRENT) -> None:
+    def _convolved(self, il: int) -> list[Any]:
         w = self.slice(il, "w", 128 * 4, per_row=False)
         w.copy_from(rows_of(0, il, "w", 0, 128, 4).reshape(-1) * np.float32(0.4))
-        ops.conv_update(self.e, self.cache, il, self.fill(il, "x", 128), w, self.slice(il, "conv", 128))
+        return [self.fill(il, "x", 128), w]
+
+    def _gates(self, il: int) -> list[Any]:
+        dt_bias, a = (self.slice(il, name, 2, per_row=False) for name in ("dt_bias", "a"))
+        a.copy_from(np.array([-2, -0.1], np.float32))
+        return [*(self.fill(il, name, 2) for name in ("alpha", "beta_raw")), dt_bias, a]
+
+    def conv(self, il: int = RECURRENT) -> None:
+        ops.conv_update(self.e, self.cache, il, *self._convolved(il), self.slice(il, "conv", 128))
 
     def _scanned(self, il: int) -> list[Any]:
         columns = {"q": 64, "k": 64, "v": 64, "g_log": 2, "beta": 2}
         return [self.slice(il, name, each) for name, each in columns.items()]
 
     def prep(self, il: int = RECURRENT) -> None:
-        alpha, beta_raw = (self.fill(il, name, 2) for name in ("alpha", "beta_raw"))
-        dt_bias, a = (self.slice(il, name, 2, per_row=False) for name in ("dt_bias", "a"))
-        a.copy_from(np.array([-2, -0.1], np.float32))
         conv_out = self.slice(il, "conv", 128)
-        ops.gdn_prep(self.e, self.cache, il, conv_out, alpha, beta_raw, dt_bias, a, *self._scanned(il), eps=1e-6)
+        ops.gdn_prep(self.e, self.cache, il, conv_out, *self._gates(il), *self._scanned(il), eps=1e-6)
 
-    def scan(self, il: int = RECURRENT) -> None:
-        ops.gdn_scan(self.e, self.cache, il, *self._scanned(il), self.slice(il, "scanned", 64), scale=0.2)
+    def scan(self, il: int = RECURRENT, scale: Any = 0.2) -> None:
+        ops.gdn_scan(self.e, self.cache, il, *self._scanned(il), self.slice(il, "scanned", 64), scale=scale)
+
+    def recur(self, il: int = RECURRENT) -> None:
+        given = *self._convolved(il), *self._gates(il), self.slice(il, "scanned", 64)
+        ops.recur_step(self.e, self.cache, il, *given, eps=1e-6, scale=0.2)
 
     def run(self) -> dict[str, bytes]:
         """One step of all layers, without advance; what it put out."""
         for il in range(8):
-            if self.first.kv[il] is None:
+            if il == self.fused:
+                self.recur(il)
+            elif self.first.kv[il] is None:
                 for op in (self.conv, self.prep, self.scan):
                     op(il)
             else:
@@ -133,6 +145,7 @@ def test_the_same_slices_are_looked_at_once_and_give_the_bytes_of_new_ones(
             out = mine.run()
             assert (looked.n == before) == (step > 0)
             assert out == plainly(cuda, theirs.run, other)
+            assert known.recur[FUSED].swaps == step + 1
             known.advance(cuda, 2)
             other.advance(cuda, 2)
             assert [x for x in image(known).items() if "ptr" not in x[0] and x[0] != "id"] == [
@@ -256,7 +269,7 @@ SPOILED: dict[str, Callable[[Engine], None]] = {
     "other state elsewhere": _scramble("recur", "ssm_state_alt"),
     "a narrow round": lambda engine: Round(engine.cache, engine.e, width=1).__enter__() and None,
 }
-CALLS = ("append", "attend", "conv", "prep", "scan")
+CALLS = ("append", "attend", "conv", "prep", "scan", "recur")
 
 
 def test_a_round_and_a_plain_step_are_not_taken_for_each_other(cuda: Any) -> None:
@@ -290,7 +303,7 @@ def test_what_is_refused_at_first_is_refused_later_in_the_same_words(
     refused = 0
     for name in CALLS:
         cache = new(cuda)
-        engine = Engine(cache, 2)
+        engine = Engine(cache, 2, fused=RECURRENT if name == "recur" else FUSED)
         for _ in range(2):
             engine.run()
             cache.advance(cuda, 2)
@@ -322,6 +335,112 @@ def test_a_value_of_another_type_is_not_the_one_that_was_checked(cuda: Any) -> N
         engine.close()
 
 
+def test_a_window_that_is_no_whole_number_is_refused_whatever_went_before(cuda: Any) -> None:
+    with new(cuda) as cache:
+        engine = Engine(cache, 1)
+        engine.append()
+        for window in (4, 0):
+            engine.attend(window=window)
+            with pytest.raises(TypeError):
+                engine.attend(window=float(window))
+        engine.close()
+
+
+def test_a_layer_number_of_another_type_is_taken_as_at_first(cuda: Any) -> None:
+    with new(cuda) as cache:
+        engine = Engine(cache, 1)
+        engine.append()
+        engine.attend()
+        q, out = engine.slices[ATTENTION, "q"], engine.slices[ATTENTION, "attended"]
+        with pytest.raises(TypeError):
+            ops.attend(cuda, cache, float(ATTENTION), q, out, scale=0.125)  # type: ignore[arg-type]
+        ops.attend(cuda, cache, np.array(ATTENTION), q, out, scale=0.125)  # type: ignore[arg-type]
+        engine.close()
+
+
+def test_a_scale_of_minus_zero_is_not_that_of_zero(cuda: Any) -> None:
+    with new(cuda) as known, new(cuda) as other:
+        mine, theirs = Engine(known, 1), Engine(other, 1)
+        for scale in (0, 0.0, -0.0, 0.0):
+            for engine in (mine, theirs):
+                for op in (engine.conv, engine.prep):
+                    op()
+            mine.scan(scale=scale)
+            plainly(cuda, lambda now=scale: theirs.scan(scale=now), other)
+            out, expected = (each.slices[RECURRENT, "scanned"].to_numpy() for each in (mine, theirs))
+            assert out.tobytes() == expected.tobytes()
+            assert np.signbit(out).any()
+            known.advance(cuda)
+            other.advance(cuda)
+        mine.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("plane", ["k", "v", "len_d", "conv_state", "ssm_state", "ssm_state_alt"])
+def test_a_plane_that_somebody_closed_is_not_written_to(make_dev: MakeDev, plane: str) -> None:
+    e = make_dev("cuda", arena=False)
+    with new(e) as cache:
+        engine = Engine(cache, 1)
+        engine.run()
+        cache.advance(e)
+        layer: Any = cache.kv[ATTENTION] if plane in ("k", "v", "len_d") else cache.recur[RECURRENT]
+        getattr(layer, plane).close()
+        op = engine.append if layer is cache.kv[ATTENTION] else engine.conv if plane == "conv_state" else engine.scan
+        known = dict(cache.prepared)
+        refused = words(lambda: plainly(e, op, cache))
+        assert refused is not None
+        cache.prepared.update(known)
+        assert words(op) == refused
+        engine.close()
+
+
+def test_nor_one_of_another_sequence_of_a_batch(make_dev: MakeDev) -> None:
+    e = make_dev("cuda", arena=False)
+    with new(e) as first, new(e) as second, CacheBatch([first, second]) as batch:
+        engine = Engine(batch, 1)
+        engine.append()
+        batch.advance(e)
+        second.kv[ATTENTION].k.close()
+        with pytest.raises(StateError, match="closed"):
+            engine.append()
+        engine.close()
+
+
+def test_a_tape_that_somebody_closed_is_not_read(make_dev: MakeDev) -> None:
+    e = make_dev("cuda", arena=False)
+    with new(e) as cache:
+        engine = Engine(cache, 2)
+        for spoil in (False, True):
+            with Round(cache, e, width=2) as round_:
+                engine.run()
+                if not spoil:
+                    round_.commit(1)
+                    continue
+                cache.planes["tape", RECURRENT, 0].close()
+                with pytest.raises(StateError, match="closed"):
+                    round_.commit(1)
+        engine.close()
+
+
+def test_what_is_kept_for_later_asks_the_driver_for_nothing(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = kernels.LaunchPlan.launch
+
+    def then_fail(plan: kernels.LaunchPlan, stream: int, args: Any) -> None:
+        launch(plan, stream, args)
+        cuda.context.record_error(StateError("a finaliser failed"))
+
+    with new(cuda) as cache:
+        engine = Engine(cache, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels.LaunchPlan, "launch", then_fail)
+            engine.append()  # it stands, and the next call has the error
+        assert (cache.step_rows, len(cache.prepared)) == (1, 1)
+        with pytest.raises(StateError, match="a finaliser failed"):
+            cache.advance(cuda)
+        cache.advance(cuda)
+        engine.close()
+
+
 def test_what_was_prepared_keeps_no_slice_alive_and_goes_with_it(cuda: Any) -> None:
     with new(cuda) as cache:
         engine = Engine(cache, 1)
@@ -338,16 +457,19 @@ def test_what_was_prepared_keeps_no_cache_alive(cuda: Any) -> None:
     cache = new(cuda)
     engine = Engine(cache, 1)
     engine.append()
-    engine.close()
+    slices = engine.slices
     del engine
     gc.collect()
     gc.disable()
     try:
-        before = cuda.context.live_bytes
+        before, prepared = cuda.context.live_bytes, weakref.ref(next(iter(cache.prepared.values())))
         del cache
         assert cuda.context.live_bytes < before
+        assert prepared() is None
     finally:
         gc.enable()
+    for each in slices.values():
+        each.close()
 
 
 def test_kernels_that_were_unloaded_are_loaded_anew(make_dev: MakeDev, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +517,7 @@ def test_a_launch_that_fails_moves_nothing(cuda: Any, standin: StandIn) -> None:
         engine = Engine(cache, 1)
         engine.run()
         cache.advance(cuda)
-        for op in (engine.append, engine.conv, engine.scan):
+        for op in (engine.append, engine.conv, engine.scan, lambda: engine.recur(FUSED)):
             before = image(cache)
             standin.fail("cuLaunchKernel", 1, 719)
             with pytest.raises(MemraError, match="cuLaunchKernel"):
