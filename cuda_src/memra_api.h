@@ -102,6 +102,7 @@ MEMRA_API int memra_device_close(memra_device *device);
 
 /* Memory of a device, in stream order. Zero bytes are address 0 and never reach the driver. */
 MEMRA_API int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr);  /* uninitialised, 256-byte aligned */
+/* Frees also where a driver call before the free itself fails; returns the first failure, a refusal frees nothing. */
 MEMRA_API int memra_free(memra_device *device, uint64_t ptr);
 MEMRA_API int memra_clear(memra_device *device, uint64_t ptr, uint64_t n_bytes);
 MEMRA_API int memra_copy_bytes(memra_device *device, uint64_t dst, uint64_t src, uint64_t n_bytes);
@@ -299,7 +300,8 @@ MEMRA_API void memra_plan_free(memra_plan *plan);
 MEMRA_API int memra_cache_new(
     const memra_config *config, int64_t max_ctx, const memra_policy *policy, const memra_options *options,
     memra_device *const *devices, const int32_t *fence, int32_t n_stages, memra_cache **cache);
-/* Frees what memra_cache_new made; its snapshots keep their memory and fit nothing any more. NULL does nothing. */
+/* Frees what memra_cache_new made; its snapshots keep their memory and fit nothing any more. NULL does nothing. Refused
+ * while a capture is open; where the driver fails, that is told, and the cache is gone all the same. */
 MEMRA_API int memra_cache_free(memra_cache *cache);
 /* Lets the library work on a cache that Python made (Cache.as_c): one device per memra_cache.devices entry, opened on
  * the same GPU and stream. */

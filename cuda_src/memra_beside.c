@@ -13,11 +13,13 @@ typedef struct owned_buffer {
     uint64_t handle;    /* of the device; 0: host memory behind the node */
 } owned_buffer;
 
-static void release(memra_owned *owned) {
+static int release(memra_owned *owned) {
     owned_buffer *buffer = (owned_buffer *)owned;
     memra_device *device = memra_device_find(buffer->handle);
-    if (device != NULL && memra_device_enter(device) == MEMRA_OK) memra_free(device, owned->slice.ptr);
+    memra_failure first = {0};
+    memra_device_give_back(device, owned->slice.ptr, &first);
     free(buffer);
+    return memra_kept(&first);
 }
 
 static void link_owned(memra_cache *cache, memra_owned *owned) {
@@ -201,20 +203,22 @@ int memra_clear_health(memra_cache *cache) {
     return MEMRA_OK;
 }
 
-int memra_check_strict(memra_cache *cache) {
+int memra_strict_health(memra_cache *cache, memra_health *health) {
+    memset(health, 0, sizeof *health);
+    return cache->strict ? memra_health_read(cache, health) : MEMRA_OK;
+}
+
+int memra_check_strict(const memra_health *health) {
     static const char *const names[MEMRA_FAULT_KINDS] = {
         "NONFINITE", "SCALE_OVERFLOW", "FP8_SATURATED", "SLOT_RANGE", "BAD_ACCEPT"};
-    memra_health health;
     char told[512] = "";
     size_t used = 0;
-    if (!cache->strict) return MEMRA_OK;
-    MEMRA_TRY(memra_health_read(cache, &health));
     for (int32_t kind = 0; kind < MEMRA_FAULT_KINDS; kind++)
-        if (health.count[kind]) {
-            const uint64_t key = UINT64_MAX - health.first[kind];
+        if (health->count[kind]) {
+            const uint64_t key = UINT64_MAX - health->first[kind];
             used += (size_t)snprintf(
                 told + used, sizeof told - used, "%s x%" PRIu64 ", first at layer %" PRIu64 ", position %" PRIu64 "; ",
-                names[kind], health.count[kind], key & 0xffff, key >> 16);
+                names[kind], health->count[kind], key & 0xffff, key >> 16);
         }
     return used ? memra_fail(MEMRA_ERR_HEALTH, "%sclear_health() goes on", told) : MEMRA_OK;
 }

@@ -8,8 +8,6 @@
 #include <stdatomic.h>
 #include <stdio.h>
 
-enum { DEINITIALIZED = 4, CONTEXT_IS_DESTROYED = 709 }; /* CUresult: nothing is left that could be freed */
-
 static const uint64_t first_id = (uint64_t)1 << 32; /* Python counts its caches from 1 */
 static _Atomic uint64_t n_born;
 
@@ -21,17 +19,10 @@ static int no_memory(void) {
 
 /* Frees all that was allocated, on devices that are open still, and the structs. Returns the first failure. */
 static int release(memra_cache_own *own) {
-    int status = MEMRA_OK;
+    memra_failure first = {0};
     for (int64_t i = 0; i < own->n_allocations; i++) {
         memra_device *device = memra_device_at(&own->cache, own->allocated_on[i]);
-        if (!device || !memra_device_is_alive(device)) continue; /* closed or lost: nobody can free what it had */
-        char before[1024];
-        if (status != MEMRA_OK) snprintf(before, sizeof before, "%s", memra_last_error());
-        const int freed = memra_free(device, own->allocations[i]);
-        const int32_t code = memra_last_driver_code();
-        if (freed == MEMRA_OK || (freed == MEMRA_ERR_DRIVER && (code == DEINITIALIZED || code == CONTEXT_IS_DESTROYED)))
-            continue;
-        status = status == MEMRA_OK ? freed : memra_fail(status, "%s", before);
+        memra_device_give_back(device, own->allocations[i], &first);
     }
     free(own->cache.kv);
     free(own->cache.recur);
@@ -39,7 +30,7 @@ static int release(memra_cache_own *own) {
     free(own->allocations);
     free(own->allocated_on);
     free(own);
-    return status;
+    return memra_kept(&first);
 }
 
 /* An allocation that the cache owns from now on, whatever becomes of the clear. */
@@ -272,6 +263,8 @@ int memra_cache_free(memra_cache *cache) {
     /* A context that is lost records nothing, and the host's memory shall not be lost with it. */
     const int recording = memra_check_not_recording(cache, "memra_cache_free");
     if (recording == MEMRA_ERR_STATE) return recording;
+    memra_failure first = {0};
+    memra_keep(&first, recording);
     cache->state = MEMRA_CLOSED;
     memra_graphs_forget(cache);
     while (cache->snapshots) {
@@ -283,7 +276,8 @@ int memra_cache_free(memra_cache *cache) {
     while (cache->owned) {
         memra_owned *owned = cache->owned;
         cache->owned = owned->next;
-        owned->release(owned);
+        memra_keep(&first, owned->release(owned));
     }
-    return release((memra_cache_own *)cache);
+    memra_keep(&first, release((memra_cache_own *)cache));
+    return memra_kept(&first);
 }

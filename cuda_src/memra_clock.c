@@ -214,6 +214,8 @@ int memra_settle(memra_cache *cache) {
             status = memra_download(
                 memra_device_at(cache, layer->device_index), &lens[il], layer->len_d.ptr, sizeof lens[il]);
     }
+    memra_health health;
+    if (status == MEMRA_OK) status = memra_strict_health(cache, &health);
     for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
         if (cache->kv[il].present) cache->kv[il].len = lens[il];
     free(lens);
@@ -222,7 +224,7 @@ int memra_settle(memra_cache *cache) {
     memra_end_step(cache, pos);
     cache->state = MEMRA_READY;
     memra_drop_logits_above(cache, pos);
-    return memra_check_strict(cache);
+    return memra_check_strict(&health);
 }
 
 int memra_prepare_replay(memra_cache *cache, memra_graph *graph, int64_t launches) {

@@ -5,11 +5,12 @@
 #include "memra_internal.h"
 
 #include <pthread.h>
+#include <stdio.h>
 
 enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
     NON_BLOCKING = 1, /* CU_STREAM_NON_BLOCKING */
-    DEINITIALIZED = 4, INVALID_CONTEXT = 201, CONTEXT_IS_DESTROYED = 709,
+    INVALID_VALUE = 1, DEINITIALIZED = 4, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, CONTEXT_IS_DESTROYED = 709,
     TABLE_ENTRIES = 4096 /* of the copy table that a device is born with */
 };
 
@@ -65,16 +66,38 @@ static int make_current(CUcontext context) {
 }
 
 /* Whether the context is the one that the device was opened on, and not one that somebody reset: the driver follows
- * streams and memory of such a one without a look, and the process dies. */
-bool memra_device_is_alive(const memra_device *device) {
+ * streams and memory of such a one without a look, and the process dies. A driver that does not say fails with `code`,
+ * and the context is taken for the one that it was. */
+static bool is_alive(const memra_device *device, CUresult *code) {
     unsigned long long id = 0;
+    *code = 0;
     if (!device->context) return false;
-    return !memra_cu.cuCtxGetId || (!memra_cu.cuCtxGetId(device->context, &id) && id == device->context_id);
+    if (!memra_cu.cuCtxGetId) return true;
+    const CUresult told = memra_cu.cuCtxGetId(device->context, &id);
+    switch (told) {
+        case 0: return id == device->context_id;
+        case INVALID_VALUE: case DEINITIALIZED: case INVALID_CONTEXT: case INVALID_HANDLE: case CONTEXT_IS_DESTROYED:
+            return false;
+        default: *code = told; return true;
+    }
+}
+
+bool memra_device_is_alive(const memra_device *device) {
+    CUresult code;
+    return is_alive(device, &code);
+}
+
+int memra_device_look(const memra_device *device, bool *alive) {
+    CUresult code;
+    *alive = is_alive(device, &code);
+    return memra_cuda_status("cuCtxGetId()", code);
 }
 
 int memra_device_enter(memra_device *device) {
+    bool alive;
     MEMRA_TRY(check_open(device));
-    if (!memra_device_is_alive(device))
+    MEMRA_TRY(memra_device_look(device, &alive));
+    if (!alive)
         return memra_fail(MEMRA_ERR_STATE, "somebody destroyed the context of device %d: what lived there is gone",
                           device->ordinal);
     return make_current(device->context);
@@ -125,38 +148,35 @@ static int open_parts(memra_device *device, const memra_device_options *options)
     return memra_device_table(device, TABLE_ENTRIES);
 }
 
-/* Keeps the first failure of a close; what went with its context is none. */
-static void keep(int *status, const char *call, CUresult code) {
-    if (code && code != DEINITIALIZED && code != CONTEXT_IS_DESTROYED && *status == MEMRA_OK)
-        *status = memra_fail_driver(call, code);
+static void keep(memra_failure *first, const char *call, CUresult code) {
+    memra_keep(first, memra_cuda_status(call, code));
 }
 
-/* Frees all that is the device's own, as far as it was made, and the struct. Returns the first failure, `status` being
- * one that came before. */
-static int take_apart(memra_device *device, int status) {
-    const bool alive = memra_device_is_alive(device);
+/* Frees all that is the device's own, as far as it was made, and the struct. Returns the first failure, `first` being
+ * what has failed before. */
+static int take_apart(memra_device *device, memra_failure *first, bool alive) {
     for (struct memra_graph *graph = device->graphs; graph; graph = graph->next) { /* they can be closed still */
-        if (graph->exec && alive) keep(&status, "cuGraphExecDestroy()", memra_cu.cuGraphExecDestroy(graph->exec));
+        if (graph->exec && alive) keep(first, "cuGraphExecDestroy()", memra_cu.cuGraphExecDestroy(graph->exec));
         graph->exec = NULL;
     }
     while (device->scratch) {
         memra_scratch *scratch = device->scratch;
         device->scratch = scratch->next;
-        if (alive) keep(&status, "cuMemFree()", memra_device_free(device, scratch->ptr));
+        if (alive) memra_keep(first, memra_device_free(device, scratch->ptr));
         free(scratch);
     }
-    if (device->table && alive) keep(&status, "cuMemFree()", memra_device_free(device, device->table));
-    if (device->count && alive) keep(&status, "cuMemFree()", memra_device_free(device, device->count));
+    if (device->table && alive) memra_keep(first, memra_device_free(device, device->table));
+    if (device->count && alive) memra_keep(first, memra_device_free(device, device->count));
     free(device->entries);
     for (int32_t i = 0; i < device->n_libraries; i++)
-        keep(&status, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));
-    if (device->owns_stream && alive) keep(&status, "cuStreamDestroy()", memra_cu.cuStreamDestroy(device->stream));
+        keep(first, "cuLibraryUnload()", memra_cu.cuLibraryUnload(device->libraries[i]));
+    if (device->owns_stream && alive) keep(first, "cuStreamDestroy()", memra_cu.cuStreamDestroy(device->stream));
     if (device->owns_context) {
         const CUresult code = memra_cu.cuDevicePrimaryCtxRelease(device->device);
-        keep(&status, "cuDevicePrimaryCtxRelease()", code == INVALID_CONTEXT ? 0 : code); /* somebody has reset it */
+        keep(first, "cuDevicePrimaryCtxRelease()", code == INVALID_CONTEXT ? 0 : code); /* somebody has reset it */
     }
     free(device);
-    return status;
+    return memra_kept(first);
 }
 
 int memra_device_open(const memra_device_options *options, memra_device **device) {
@@ -173,11 +193,14 @@ int memra_device_open(const memra_device_options *options, memra_device **device
     memra_device *made = calloc(1, sizeof *made);
     if (!made) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "memra_device_open: no host memory");
     made->ordinal = options->ordinal;
+    memra_failure first = {0};
     const int status = open_parts(made, options);
     if (status != MEMRA_OK) {
-        (void)take_apart(made, status);
+        first.status = status;
+        snprintf(first.sentence, sizeof first.sentence, "%s", memra_last_error());
+        (void)take_apart(made, &first, memra_device_is_alive(made));
         (void)memra_cu.cuCtxSetCurrent(before);
-        return status;
+        return memra_kept(&first);
     }
     add(made);
     *device = made;
@@ -196,9 +219,10 @@ int memra_check_no_capture(const memra_device *device, const char *what) {
 }
 
 /* A wait or a free would spoil a capture, whoever began it. */
-static int check_no_capture(const memra_device *device) {
+static int check_no_capture(const memra_device *device, memra_failure *first) {
     int capturing = 0;
     const CUresult code = memra_cu.cuStreamIsCapturing(device->stream, &capturing);
+    keep(first, "cuStreamIsCapturing()", code);
     if (!device->recording && (code || !capturing)) return MEMRA_OK; /* a stream that fails records nothing */
     return memra_fail(MEMRA_ERR_STATE, "device close: a capture is open; end or abandon it first");
 }
@@ -206,20 +230,23 @@ static int check_no_capture(const memra_device *device) {
 int memra_device_close(memra_device *device) {
     if (!device) return MEMRA_OK;
     MEMRA_TRY(check_open(device));
-    CUcontext before = NULL;
-    MEMRA_TRY(MEMRA_CU(cuCtxGetCurrent, (&before)));
-    int status = MEMRA_OK;
-    const CUresult bound = before == device->context ? 0 : memra_cu.cuCtxSetCurrent(device->context);
-    keep(&status, "cuCtxSetCurrent()", bound);
-    const bool alive = memra_device_is_alive(device);
-    if (!bound && alive) MEMRA_TRY(check_no_capture(device));
+    memra_failure first = {0};
     const CUcontext context = device->context;
+    CUcontext before = NULL;
+    CUresult code = memra_cu.cuCtxGetCurrent(&before);
+    keep(&first, "cuCtxGetCurrent()", code);
+    const bool puts_back = !code && before != context;
+    const CUresult bound = before == context ? 0 : memra_cu.cuCtxSetCurrent(context);
+    keep(&first, "cuCtxSetCurrent()", bound);
+    const bool alive = is_alive(device, &code);
+    keep(&first, "cuCtxGetId()", code);
+    if (!bound && alive) MEMRA_TRY(check_no_capture(device, &first));
     if (!take_out(device)) return memra_fail(MEMRA_ERR_STATE, "the device is closed");
     if (!alive) memra_graph_drop(device);
-    if (alive) keep(&status, "cuStreamSynchronize()", memra_cu.cuStreamSynchronize(device->stream));
-    status = take_apart(device, status);
-    if (before != context) (void)memra_cu.cuCtxSetCurrent(before);
-    return status;
+    if (alive) keep(&first, "cuStreamSynchronize()", memra_cu.cuStreamSynchronize(device->stream));
+    (void)take_apart(device, &first, alive);
+    if (puts_back) keep(&first, "cuCtxSetCurrent()", memra_cu.cuCtxSetCurrent(before));
+    return memra_kept(&first);
 }
 
 /* ---- What it is ---- */

@@ -143,5 +143,7 @@ int memra_digest(memra_cache *cache, char hex[65]) {
     MEMRA_TRY(status);
     little_endian(&sha, (uint64_t)cache->pos, 8);
     finish(&sha, hex);
-    return memra_check_strict(cache);
+    memra_health health;
+    MEMRA_TRY(memra_strict_health(cache, &health));
+    return memra_check_strict(&health);
 }

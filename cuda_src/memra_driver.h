@@ -231,9 +231,10 @@ MEMRA_FIELD(memra_snapshot, next, 72);
 MEMRA_FIELD(memra_snapshot, by_library, 80);
 MEMRA_FIELD(memra_snapshot, reserved, 84);
 
-/* A buffer that the library allocated for a cache on first use; release frees it and the node. */
+/* A buffer that the library allocated for a cache on first use; release frees it and the node, and returns the status of
+ * the driver's free. */
 struct memra_owned;
-typedef void (*memra_release)(struct memra_owned *owned);
+typedef int (*memra_release)(struct memra_owned *owned);
 typedef struct memra_owned {
     struct memra_owned *next;
     memra_release release;

@@ -4,7 +4,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-enum { OUT_OF_MEMORY = 2, STUB_LIBRARY = 34, SYSTEM_DRIVER_MISMATCH = 803, COMPAT_NOT_SUPPORTED = 804 };
+enum { OUT_OF_MEMORY = 2, DEINITIALIZED = 4, CONTEXT_IS_DESTROYED = 709, STUB_LIBRARY = 34, SYSTEM_DRIVER_MISMATCH = 803, COMPAT_NOT_SUPPORTED = 804 };
 
 static _Thread_local char sentence[1024];
 static _Thread_local int32_t driver_code;
@@ -20,6 +20,17 @@ int memra_fail(int status, const char *format, ...) {
 void memra_fail_more(const char *more) {
     const size_t used = strlen(sentence);
     snprintf(sentence + used, sizeof sentence - used, "%s", more);
+}
+
+void memra_keep(memra_failure *first, int status) {
+    const bool is_gone = driver_code == DEINITIALIZED || driver_code == CONTEXT_IS_DESTROYED;
+    if (status == MEMRA_OK || first->status != MEMRA_OK || (status == MEMRA_ERR_DRIVER && is_gone)) return;
+    first->status = status;
+    memcpy(first->sentence, sentence, sizeof sentence);
+}
+
+int memra_kept(const memra_failure *first) {
+    return first->status == MEMRA_OK ? MEMRA_OK : memra_fail(first->status, "%s", first->sentence);
 }
 
 /* After one of these every later call on the context fails too. */

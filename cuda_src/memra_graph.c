@@ -241,11 +241,10 @@ int memra_graph_close(memra_graph *graph) {
     MEMRA_TRY(memra_check_fork());
     if (graph->is_recording) return memra_fail(MEMRA_ERR_STATE, "the capture is still open; end or abandon it");
     memra_device *device = memra_device_find(graph->handle);
-    int status = MEMRA_OK;
-    if (graph->exec != NULL && device != NULL && memra_device_is_alive(device)) {
-        MEMRA_TRY(memra_device_enter(device));
-        status = MEMRA_CU(cuGraphExecDestroy, (graph->exec));
-    }
+    memra_failure first = {0};
+    bool alive = false;
+    if (graph->exec != NULL && device != NULL) memra_keep(&first, memra_device_look(device, &alive));
+    if (alive) memra_keep(&first, MEMRA_CU(cuGraphExecDestroy, (graph->exec)));
     if (device != NULL)
         for (struct memra_graph **at = &device->graphs; *at != NULL; at = &(*at)->next)
             if (*at == graph) {
@@ -253,10 +252,28 @@ int memra_graph_close(memra_graph *graph) {
                 break;
             }
     free_graph(graph);
-    return status;
+    return memra_kept(&first);
 }
 
 /* ---- Launches ---- */
+
+/* The host's clock follows `launches` launches; nothing here can fail, for the device has moved. */
+static void move_clock(memra_cache *cache, const memra_move *move, int64_t launches) {
+    const int64_t moved = move->tokens * (launches - 1);
+    const int64_t begin = cache->pos, end = begin + move->tokens * launches;
+    if (cache->state == MEMRA_READY) memra_give_up(cache, begin);
+    if (move->unsettles || !cache->logits_sure) memra_drop_unsure_logits(cache);
+    if (move->parks) {
+        cache->last_logits_dev.slice = move->logits;
+        memra_keep_logits(cache, move->logits_at < 0 ? -1 : begin + moved + move->logits_at);
+        /* Its token stands wherever the cache does, though the host knows only the most that this can be. */
+        cache->logits_sure = move->logits_at >= 0 && cache->state == MEMRA_UNSETTLED && !move->unsettles;
+    }
+    memra_end_step(cache, end);
+    for (int64_t il = 0; il < cache->n_layer; il++)
+        if (move->appended[il]) cache->kv[il].len = end;
+    if (move->unsettles) memra_unsettle(cache, begin);
+}
 
 int memra_graph_launch(memra_graph *graph) {
     if (graph == NULL) return memra_fail(MEMRA_ERR_STATE, "graph launch: the graph is NULL");
@@ -283,7 +300,7 @@ int memra_graph_launch(memra_graph *graph) {
         if (status != MEMRA_OK)
             memra_taint(move->cache);
         else
-            MEMRA_TRY(memra_replayed(move->cache, graph, 1));
+            move_clock(move->cache, move, 1);
     }
     return status;
 }
@@ -306,20 +323,7 @@ int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t launches) {
     MEMRA_TRY(memra_check_cache(cache, "replayed"));
     if (graph == NULL) return memra_fail(MEMRA_ERR_CONFIG, "replayed: the graph is NULL");
     MEMRA_TRY(memra_check_launches(cache, "replayed", graph, launches, &move));
-    if (launches == 0) return MEMRA_OK;
-    const int64_t moved = move->tokens * (launches - 1);
-    const int64_t begin = cache->pos, end = begin + move->tokens * launches;
-    if (cache->state == MEMRA_READY) memra_give_up(cache, begin);
-    if (move->unsettles || !cache->logits_sure) memra_drop_unsure_logits(cache);
-    if (move->parks) {
-        cache->last_logits_dev.slice = move->logits;
-        memra_keep_logits(cache, move->logits_at < 0 ? -1 : begin + moved + move->logits_at);
-        /* Its token stands wherever the cache does, though the host knows only the most that this can be. */
-        cache->logits_sure = move->logits_at >= 0 && cache->state == MEMRA_UNSETTLED && !move->unsettles;
-    }
-    memra_end_step(cache, end);
-    for (int64_t il = 0; il < cache->n_layer; il++)
-        if (move->appended[il]) cache->kv[il].len = end;
-    if (move->unsettles) memra_unsettle(cache, begin);
+    if (launches) move_clock(cache, move, launches);
     return MEMRA_OK;
 }
+

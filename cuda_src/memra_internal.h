@@ -13,6 +13,16 @@
 /* Keeps the sentence for memra_last_error and returns status: `return memra_fail(MEMRA_ERR_STATE, "...", ...)`. */
 int memra_fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void memra_fail_more(const char *more);  /* goes behind the sentence of a failure that is passed on */
+
+/* The first failure of several calls of which none keeps the next one from being made. What went with its context (a
+ * driver that is at its end, a destroyed context) is none. */
+typedef struct memra_failure {
+    int status;
+    char sentence[1024];
+} memra_failure;
+
+void memra_keep(memra_failure *first, int status);
+int memra_kept(const memra_failure *first);  /* its status, with its sentence as the last error */
 int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
 int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
 #define MEMRA_TRY(call)                    \
@@ -156,10 +166,14 @@ memra_device *memra_device_find(uint64_t handle);
 int memra_device_enter(memra_device *device);
 /* Refused while a capture is open on the device's stream, the library's or anybody's. */
 int memra_check_no_capture(const memra_device *device, const char *what);
-/* False where somebody destroyed its context: nothing of it can be freed, nor needs to be. */
+/* False where somebody destroyed its context: nothing of it can be freed, nor needs to be. Where the driver does not say,
+ * memra_device_look fails, and both take it for alive. */
+int memra_device_look(const memra_device *device, bool *alive);
 bool memra_device_is_alive(const memra_device *device);
+/* Frees what lives on a device, unless that is closed (NULL) or lost: nobody can free what it had. */
+void memra_device_give_back(memra_device *device, uint64_t ptr, memra_failure *first);
 /* The three work on a device that was entered. */
-CUresult memra_device_free(const memra_device *device, uint64_t ptr);  /* without memory pools: waits for nothing */
+int memra_device_free(const memra_device *device, uint64_t ptr);  /* without memory pools: waits for nothing */
 int memra_device_table(memra_device *device, int32_t n);  /* room for a copy table of n entries */
 /* The i32 at `count` on device `from`, on device `to`, in the order of both streams; good until the next call. */
 int memra_count_beside(memra_device *from, uint64_t count, memra_device *to, uint64_t *found);
@@ -275,7 +289,8 @@ void memra_drop_logits_above(memra_cache *cache, int64_t stands);
 void memra_keep_logits(memra_cache *cache, int64_t at);  /* -1: forgotten */
 void memra_unsettle(memra_cache *cache, int64_t since);
 void memra_drop_unsure_logits(memra_cache *cache);
-int memra_check_strict(memra_cache *cache);
+int memra_strict_health(memra_cache *cache, memra_health *health);  /* empty unless strict */
+int memra_check_strict(const memra_health *health);
 
 /* ---- What changes a cache in several calls of the driver. *done: whether one of them was made already; where a later one
  * fails the cache is tainted: `return memra_end(cache, &done, status)`. ---- */

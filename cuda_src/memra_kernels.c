@@ -64,6 +64,8 @@ static const char *params_of(enum memra_kernel k) {
     return is_attend(k) ? "ppppliliiiilliifippipi" : params[k];
 }
 
+enum { NO_SUCH_PARAMETER = 1 }; /* CUDA_ERROR_INVALID_VALUE */
+
 int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device) {
     size_t end = 0;
     const char *const params = params_of(k);
@@ -72,6 +74,7 @@ int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device) 
         const size_t offset = (end + size - 1) / size * size;
         size_t found_offset = 0, found_size = 0;
         const CUresult code = memra_cu.cuKernelGetParamInfo(kernel, i, &found_offset, &found_size);
+        if (code && code != NO_SUCH_PARAMETER) return memra_cuda_status("cuKernelGetParamInfo()", code);
         if (code || found_offset != offset || found_size != size)
             return memra_fail(MEMRA_ERR_ABI,
                               "%s was built with other parameters than this library has: number %zu is not of %zu "

@@ -29,8 +29,10 @@ static int allocate(const memra_device *device, uint64_t n_bytes, uint64_t *ptr)
     return status_of("cuMemAlloc", "%llu", n_bytes, memra_cu.cuMemAlloc(ptr, n_bytes));
 }
 
-CUresult memra_device_free(const memra_device *device, uint64_t ptr) {
-    return device->has_pools ? memra_cu.cuMemFreeAsync(ptr, device->stream) : memra_cu.cuMemFree(ptr);
+int memra_device_free(const memra_device *device, uint64_t ptr) {
+    if (device->has_pools)
+        return status_of("cuMemFreeAsync", "0x%llx", ptr, memra_cu.cuMemFreeAsync(ptr, device->stream));
+    return status_of("cuMemFree", "0x%llx", ptr, memra_cu.cuMemFree(ptr));
 }
 
 int memra_device_synchronize(memra_device *device) {
@@ -46,13 +48,25 @@ int memra_alloc(memra_device *device, uint64_t n_bytes, uint64_t *ptr) {
     return allocate(device, n_bytes, ptr);
 }
 
+/* A driver call that only looks round keeps nothing from being freed. */
 int memra_free(memra_device *device, uint64_t ptr) {
-    MEMRA_TRY(memra_device_enter(device));
-    if (!ptr) return MEMRA_OK;
-    MEMRA_TRY(memra_check_no_capture(device, "free"));
-    const char *const call = device->has_pools ? "cuMemFreeAsync" : "cuMemFree";
-    if (!device->has_pools) MEMRA_TRY(MEMRA_CU(cuStreamSynchronize, (device->stream))); /* cuMemFree knows no order */
-    return status_of(call, "0x%llx", ptr, memra_device_free(device, ptr));
+    memra_failure first = {0};
+    int status = memra_device_enter(device);
+    if (status != MEMRA_OK && status != MEMRA_ERR_DRIVER) return status;
+    memra_keep(&first, status);
+    if (!ptr) return memra_kept(&first);
+    status = memra_check_no_capture(device, "free");
+    if (status != MEMRA_OK && status != MEMRA_ERR_DRIVER) return status;
+    memra_keep(&first, status);
+    if (!device->has_pools) memra_keep(&first, MEMRA_CU(cuStreamSynchronize, (device->stream))); /* cuMemFree knows no order */
+    memra_keep(&first, memra_device_free(device, ptr));
+    return memra_kept(&first);
+}
+
+void memra_device_give_back(memra_device *device, uint64_t ptr, memra_failure *first) {
+    bool alive = false;
+    if (device) memra_keep(first, memra_device_look(device, &alive));
+    if (alive) memra_keep(first, memra_free(device, ptr));
 }
 
 /* Both ends of a copy, or of a fill (whose value is no address). */
@@ -134,7 +148,7 @@ int memra_device_table(memra_device *device, int32_t n) {
     device->n_entries = 0;
     if (!old) return MEMRA_OK;
     if (!device->has_pools) MEMRA_TRY(MEMRA_CU(cuStreamSynchronize, (device->stream)));
-    return memra_cuda_status("cuMemFree()", memra_device_free(device, old));
+    return memra_device_free(device, old);
 }
 
 /* Brings the entries to the device, unless they are there already. */
@@ -205,6 +219,7 @@ int memra_device_scratch(memra_device *device, uint64_t n_bytes, uint64_t *ptr) 
             return memra_fail(MEMRA_ERR_STATE,
                               "attend needs %llu bytes of scratch, and a capture allocates nothing; attend once before",
                               (unsigned long long)n_bytes);
+        MEMRA_TRY(memra_device_enter(device)); /* the cache's other devices may have been entered behind it */
         memra_scratch *scratch = malloc(sizeof *scratch);
         if (!scratch) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "attend: no host memory");
         const int status = allocate(device, n_bytes, &scratch->ptr);

@@ -73,7 +73,9 @@ int memra_check_not_recording(const memra_cache *cache, const char *what) {
         return memra_fail(MEMRA_ERR_STATE, "%s: a capture is open; only steps and rounds can be recorded", what);
     for (int32_t d = 0; d < cache->n_devices; d++) {
         const memra_device *device = memra_device_at(cache, d);
-        if (device != NULL && memra_device_is_alive(device)) MEMRA_TRY(memra_check_no_capture(device, what));
+        bool alive = false;
+        if (device != NULL) MEMRA_TRY(memra_device_look(device, &alive));
+        if (alive) MEMRA_TRY(memra_check_no_capture(device, what));
     }
     return MEMRA_OK;
 }

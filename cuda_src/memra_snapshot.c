@@ -12,11 +12,13 @@ typedef struct own {
     int32_t n_allocations;
 } own;
 
-static void free_own(own *made) {
-    if (made == NULL) return;
+/* Returns the first failure of the driver, `status` being one that came before. */
+static int free_own(own *made, int status) {
+    memra_failure first = {0};
+    memra_keep(&first, status);
     for (int32_t i = 0; i < made->n_allocations; i++) {
         memra_device *device = memra_device_find(made->handles[i]);
-        if (device != NULL && memra_device_is_alive(device)) memra_free(device, made->allocations[i]);
+        memra_device_give_back(device, made->allocations[i], &first);
     }
     free(made->snapshot.kv_len);
     free(made->snapshot.conv);
@@ -24,6 +26,7 @@ static void free_own(own *made) {
     free(made->allocations);
     free(made->handles);
     free(made);
+    return memra_kept(&first);
 }
 
 static own *new_own(memra_cache *cache) {
@@ -39,7 +42,7 @@ static own *new_own(memra_cache *cache) {
     made->handles = calloc(2 * n + (size_t)cache->n_devices, sizeof(uint64_t));
     if (made->snapshot.kv_len && made->snapshot.conv && made->snapshot.ssm && made->allocations && made->handles)
         return made;
-    free_own(made);
+    (void)free_own(made, MEMRA_OK);
     return NULL;
 }
 
@@ -115,10 +118,7 @@ int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot) {
     if (made == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for a snapshot");
     int status = allocate_all(made, cache);
     if (status == MEMRA_OK) status = copy(cache, &made->snapshot, false, &done);
-    if (status != MEMRA_OK) {
-        free_own(made);
-        return status;
-    }
+    if (status != MEMRA_OK) return free_own(made, status);
     stamp(cache, &made->snapshot);
     made->snapshot.next = cache->snapshots;
     cache->snapshots = &made->snapshot;
@@ -134,9 +134,7 @@ int memra_snapshot_free(memra_snapshot *snapshot) {
         return memra_fail(MEMRA_ERR_SNAPSHOT, "memra_snapshot_free: this snapshot is Python's; its close frees it");
     for (int32_t i = 0; i < made->n_allocations; i++) {
         memra_device *device = memra_device_find(made->handles[i]);
-        if (device == NULL || !memra_device_is_alive(device)) continue;
-        MEMRA_TRY(memra_device_enter(device));
-        if (device->recording != NULL)
+        if (device != NULL && device->recording != NULL && memra_device_is_alive(device))
             return memra_fail(MEMRA_ERR_STATE, "snapshot: a capture is open, and nothing is freed in one");
     }
     if (snapshot->invalid != MEMRA_INVALID_CACHE_CLOSED) /* else there is no list any more */
@@ -145,8 +143,7 @@ int memra_snapshot_free(memra_snapshot *snapshot) {
                 *at = snapshot->next;
                 break;
             }
-    free_own(made);
-    return MEMRA_OK;
+    return free_own(made, MEMRA_OK);
 }
 
 /* A ring or state that is kept is as large as the layer's, and where that lives; none is kept where there is none. */
@@ -239,14 +236,23 @@ static int check_rollback(memra_cache *cache, const memra_snapshot *snap, int64_
     return MEMRA_OK;
 }
 
+/* The end of a change that leaves nothing of a round that is open: it is over, unless nothing was done. */
+static int end_with_round(memra_cache *cache, const bool *done, int status) {
+    (void)memra_end(cache, done, status);
+    if (status == MEMRA_OK || *done) cache->round_width = 0;
+    return status;
+}
+
 int memra_rollback(memra_cache *cache, memra_snapshot *snap, int64_t accept_len) {
     bool done = false;
     MEMRA_TRY(check_rollback(cache, snap, accept_len));
-    if (cache->round_width) MEMRA_TRY(memra_round_reject(cache));
     int64_t *lens = malloc((size_t)cache->n_layer * sizeof *lens);
     if (lens == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
     for (int64_t il = 0; il < cache->n_layer; il++) {
-        const int64_t saved = snap->kv_len[il], len = cache->kv[il].len > saved ? cache->kv[il].len : saved;
+        const memra_kv_layer *layer = &cache->kv[il];
+        const bool in_round = cache->round_width && layer->step_ops & MEMRA_OP_APPEND; /* whose rows do not count */
+        const int64_t stands = in_round ? cache->pos : layer->len;
+        const int64_t saved = snap->kv_len[il], len = stands > saved ? stands : saved;
         lens[il] = saved < 0 ? -1 : len < saved + accept_len ? len : saved + accept_len;
     }
     int status = copy(cache, snap, true, &done);
@@ -254,7 +260,7 @@ int memra_rollback(memra_cache *cache, memra_snapshot *snap, int64_t accept_len)
     for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
         if (lens[il] >= 0) cache->kv[il].len = lens[il];
     free(lens);
-    MEMRA_TRY(memra_end(cache, &done, status));
+    MEMRA_TRY(end_with_round(cache, &done, status));
     memra_end_step(cache, snap->pos);
     cache->replay_to = accept_len ? snap->pos + accept_len : 0;
     cache->state = accept_len ? MEMRA_PENDING_REPLAY : MEMRA_READY;
@@ -311,8 +317,6 @@ int memra_reset(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "reset"));
     MEMRA_TRY(memra_check_not_recording(cache, "reset"));
     MEMRA_TRY(check_states(cache));
-    if (cache->round_width && cache->state == MEMRA_TAINTED) cache->round_width = 0;
-    if (cache->round_width) MEMRA_TRY(memra_round_reject(cache));
     int64_t *lens = malloc((size_t)cache->n_layer * sizeof *lens);
     if (lens == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
     for (int64_t il = 0; il < cache->n_layer; il++) lens[il] = cache->kv[il].present ? 0 : -1;
@@ -320,7 +324,7 @@ int memra_reset(memra_cache *cache) {
     for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++) status = clear_device(cache, d, &done);
     if (status == MEMRA_OK) status = memra_stamp(cache, lens, 0, &done);
     free(lens);
-    MEMRA_TRY(memra_end(cache, &done, status));
+    MEMRA_TRY(end_with_round(cache, &done, status));
     for (int64_t il = 0; il < cache->n_layer; il++)
         if (cache->kv[il].present) cache->kv[il].len = 0;
     memra_end_step(cache, 0);

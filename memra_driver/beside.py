@@ -170,11 +170,13 @@ class CacheBeside(CacheRules):
             actions += zero_actions(device, [self._planes["health", None, d]])
         run_actions(actions, lambda: None)
 
-    def check_strict(self) -> None:
-        if self.plan.options.strict:
-            found = self.health()
-            if found:
-                raise HealthError(f"{found}; clear_health() goes on")
+    def strict_health(self) -> Health | None:
+        """What check_strict takes, read before the call that waits has changed anything; None unless strict."""
+        return self.health() if self.plan.options.strict else None
+
+    def check_strict(self, found: Health | None) -> None:
+        if found:
+            raise HealthError(f"{found}; clear_health() goes on")
 
     # Inside.
 

@@ -25,6 +25,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,14 @@ from memra_driver.digest import digest_of
 from memra_driver.errors import (
     CapacityError,
     ConfigError,
+    DriverError,
     SnapshotError,
     StateError,
 )
 from memra_driver.formats import FormatPolicy
 from memra_driver.layers import DflashTapSink, KvLayer, RecurLayer
-from memra_driver.layout import CacheState
-from memra_driver.memory import Borrowed
+from memra_driver.layout import CacheState, StepOp
+from memra_driver.memory import Borrowed, run_all
 from memra_driver.place import (
     Action,
     check_fit,
@@ -176,13 +178,25 @@ class Cache(CacheClock):
         if self.open_round is not None:
             self.open_round.over()
         drop_snapshots(self._c)
+        owned = []
         while self._c.owned:  # what the C library allocated for it
             node = self._c.owned.contents  # not the pointer, which is the field itself and changes with it
             self._c.owned = node.next
-            node.release(ctypes.pointer(node))
+            owned.append(partial(self._release, node))
         owners = [*self._owners, *self._lazy.values(), *(plane for _, plane in self._retired)]
         self._owners, self._lazy, self._retired = [], {}, []
-        close_slices(owners)
+        run_all([*owned, partial(close_slices, owners)])
+
+    def _release(self, node: Any) -> None:
+        """Lets the C library free what it allocated."""
+        status = node.release(ctypes.pointer(node))
+        self.check_c(status)
+
+    @staticmethod
+    def check_c(status: int) -> None:
+        """Raises what a status of the C library means; the library that is bound puts its own in place of this."""
+        if status:
+            raise DriverError("memra_release()", status, "a status of the C library", "memra_last_error tells more")
 
     def __enter__(self) -> Cache:
         return self
@@ -254,14 +268,14 @@ class Cache(CacheClock):
                 f"accept_len is {accept_len}; {max(limit, 0)} tokens stand after the snapshot at position {snap.pos}"
                 + (" (a tainted cache accepts none)" if self.state is CacheState.TAINTED else "")
             )
-        if self.open_round is not None:
-            self.open_round.reject()
         saved = snap.lens()
-        lens = {il: min(max(layer.len, saved[il]), saved[il] + accept_len) for il, layer in self._attending}
+        lens = {
+            il: min(max(self._len_before_round(il), saved[il]), saved[il] + accept_len) for il, _ in self._attending
+        }
         actions: list[Action] = []
         for d, copying in enumerate(copies):
             actions += [*copying, *self._counter_actions(d, lens, snap.pos)]
-        run_actions(actions, self.taint)
+        self._run_and_end_round(actions)
         for il, length in lens.items():
             self.kv_layer(il).len = length
         self.end_step(snap.pos)
@@ -300,18 +314,13 @@ class Cache(CacheClock):
         self.check_device(e)
         self.check_not_recording("reset")
         self.check_open("reset")
-        if self.open_round is not None:
-            if self.state is CacheState.TAINTED:
-                self.open_round.over()
-            else:
-                self.open_round.reject()
         actions: list[Action] = []
         for d, device in enumerate(self.devices):
             names = ("conv_state", "ssm_state", "ssm_state_alt")
             planes = [row for row in self.plan.planes if row.device == d and row.plane in names]
             actions += zero_actions(device, [self._planes[row.plane, row.layer, d] for row in planes])
             actions += self._counter_actions(d, dict.fromkeys(self._counter_layers[d], 0), 0)
-        run_actions(actions, self.taint)
+        self._run_and_end_round(actions)
         for layer in filter(None, self.kv):
             layer.len = 0
         self.end_step(0)
@@ -376,7 +385,7 @@ class Cache(CacheClock):
         self.check_state("digest", CacheState.READY, CacheState.PENDING_REPLAY)
         self.check_lengths()
         digest = digest_of(self)
-        self.check_strict()
+        self.check_strict(self.strict_health())
         return digest
 
     # Inside, and for ops.
@@ -401,6 +410,26 @@ class Cache(CacheClock):
                 found.append(((name, d), Borrowed(self.devices[d].memory, c.ptr, c.len)))
             node = node.contents.next
         return found
+
+    def _len_before_round(self, il: int) -> int:
+        """len of layer il, without the rows of an open round."""
+        layer = self.kv_layer(il)
+        in_round = self.open_round is not None and layer.step_ops & StepOp.APPEND
+        return int(self.pos if in_round else layer.len)
+
+    def _run_and_end_round(self, actions: list[Action]) -> None:
+        """Runs a change that leaves nothing of a round that is open: it is over, unless nothing was done."""
+
+        def over() -> None:
+            if self.open_round is not None:
+                self.open_round.over()
+
+        def half_made() -> None:
+            self.taint()
+            over()
+
+        run_actions(actions, half_made)
+        over()
 
     def _state_copies(self, what: str, snap: CacheSnapshot, *, restore: bool) -> list[list[Action]]:
         """The copies between the live states and those of snap, which must fit, by device.

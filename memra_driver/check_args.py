@@ -21,6 +21,7 @@ Rng = np.random.Generator
 PAIRS = [(k, v) for k in K_FORMATS for v in V_FORMATS]
 LAYER, SLOT = 5, 11  # of every launch that takes them
 ALONE: Args = {"seqs": None, "n_seqs": 1}  # no batch
+ONE_LAYER: Args = {"n_layers": 1, "x_apart": 0, "ring_apart": 0}
 
 
 # Inputs.
@@ -162,7 +163,7 @@ def rebuild_args(conv: Args, accept: int, **other: Any) -> Args:
     return {
         "x": conv["x"], "ring_old": conv["conv_state"], "conv_state": poison(conv["conv_state"].size),
         "accept_d": None, "accept": accept, "rows": conv["rows"], "conv_dim": conv["conv_dim"],
-        "d_conv": conv["d_conv"], "n_layers": 1, "x_apart": 0, "ring_apart": 0, "health": record(), "layer": LAYER,
+        "d_conv": conv["d_conv"], **ONE_LAYER, "health": record(), "layer": LAYER,
     } | other  # fmt: skip
 
 

@@ -92,6 +92,7 @@ class CacheClock(CacheBeside):
             return
         pos = int(self._planes["pos_d", None, 0].to_numpy()[0])
         lens = {il: int(layer.len_d.to_numpy()[0]) for il, layer in enumerate(self.kv) if layer is not None}
+        found = self.strict_health()
         for il, length in lens.items():
             self.kv_layer(il).len = length
         if self._c.logits_sure:
@@ -99,7 +100,7 @@ class CacheClock(CacheBeside):
         self.end_step(pos)
         self.set_state(CacheState.READY)
         self.drop_logits_above(pos)
-        self.check_strict()
+        self.check_strict(found)
 
     def unsettle(self, since: int) -> None:
         """The devices know a count that the host does not: pos is the most that it can be, and at least `since`."""

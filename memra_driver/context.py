@@ -9,12 +9,15 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from . import driver
 from .errors import DriverError, MemraError, StateError
 from .memory import Closing
 
 GONE = frozenset({driver.DEINITIALIZED, driver.CONTEXT_IS_DESTROYED})  # nothing is left that could be freed
+# What a driver says of a context that is no more.
+LOST = GONE | {driver.INVALID_VALUE, driver.INVALID_CONTEXT, driver.INVALID_HANDLE}
 
 _started = False  # this process made a context
 _forked = False  # this process is a fork of one that had
@@ -83,11 +86,13 @@ class CudaContext(Closing):
             raise StateError(f"somebody destroyed the context of device {self.device}: what lived there is gone")
 
     def is_alive(self) -> bool:
-        """Whether the context is the one that it was, and not one that somebody reset."""
+        """Whether the context is the one that it was, and not one that somebody reset. Raises DriverError."""
         try:
             return driver.ctx_get_id(self.handle) == self._id
-        except DriverError:
-            return False
+        except DriverError as error:
+            if error.code in LOST:
+                return False
+            raise
 
     def _refuse(self) -> None:
         _refuse_in_a_fork()
@@ -113,8 +118,12 @@ class CudaContext(Closing):
         self._settle()
 
     def _settle(self) -> None:
-        if self._closed and not self._held:
-            self._release()
+        if self._closed and not self._held and not _forked and self._release.detach():
+            try:
+                driver.device_primary_ctx_release(self._device)
+            except DriverError as error:
+                if error.code not in LOST:  # somebody has reset it
+                    raise
 
     def _hold(self, kind: str, handle: int, nbytes: int = 0) -> None:
         self._held[kind, handle] = nbytes
@@ -122,24 +131,32 @@ class CudaContext(Closing):
     def let_go(self, kind: str, handle: int, free: Callable[[int], None]) -> None:
         """Frees one thing that lives here, also when the context is closed already; recorded errors stay for later.
 
-        Puts the thread's context back afterwards: a finaliser may run in the middle of work on another device.
+        Puts the thread's context back afterwards: a finaliser may run in the middle of work on another device. A call
+        that only looks round keeps nothing from being freed when it fails; the first error is raised at the end.
         """
-        try:
-            before = driver.ctx_get_current()
-            if before != self.handle:
-                driver.ctx_set_current(self.handle)
+        errors: list[DriverError] = []
+
+        def tried(call: Callable[..., Any], *args: int) -> tuple[bool, Any]:
             try:
-                if self.is_alive():
-                    free(handle)
-            finally:
-                if before != self.handle:
-                    driver.ctx_set_current(before)
-        except DriverError as error:
-            if error.code not in GONE:
-                raise
+                return True, call(*args)
+            except DriverError as error:
+                errors.append(error)
+                return False, None
+
+        try:
+            known, before = tried(driver.ctx_get_current)
+            here = before == self.handle or tried(driver.ctx_set_current, self.handle)[0]
+            answered, alive = tried(self.is_alive)
+            if (here or self.pools or kind != "memory") and (alive or not answered):
+                tried(free, handle)  # of these calls only cuMemFree goes by the current context
+            if known and before != self.handle:
+                tried(driver.ctx_set_current, before)
         finally:
             self._held.pop((kind, handle), None)
-            self._settle()
+            tried(self._settle)
+        for error in errors:
+            if error.code not in GONE:
+                raise error
 
     @property
     def live_bytes(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from .context import CudaContext, in_a_fork
 from .dlpack import NO_SYNC
 from .errors import ArrayError, DeviceMismatch, ExportError, MemraError, StateError
 from .interop import LEGACY_STREAM, PER_THREAD_STREAM, same_stream, stream_handle
-from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous
+from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous, run_all
 
 __all__ = [
     "LEGACY_STREAM", "CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView", "HostMemory", "Memory",
@@ -213,9 +214,8 @@ class CudaStream(Closing):
         if self._handle is not None and self.context.pools:
             driver.mem_free_async(ptr, self._handle)
             return
-        if self._handle is not None:
-            driver.stream_synchronize(self._handle)
-        driver.mem_free(ptr)  # close() has waited for the stream
+        waits = [] if self._handle is None else [partial(driver.stream_synchronize, self._handle)]  # else close() has
+        run_all([*waits, partial(driver.mem_free, ptr)])
 
     def read(self, ptr: int, out: npt.NDArray[Any]) -> None:
         """`memcpy_dtoh`, then waits for the stream."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
 from memra_driver.formats import BLOCK, FORMATS
+from memra_driver.memory import run_all
 from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
 
 if TYPE_CHECKING:
@@ -453,6 +454,10 @@ class KernelSet:
         found = self._plans.get(name)
         return self._load(KERNELS[name]) if found is None else found
 
+    def has(self, name: str) -> bool:
+        """Whether a kernel is loaded."""
+        return name in self._plans
+
     def load_all(self) -> None:
         """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""
         served = [kernel for kernel in KERNELS.values() if kernel.arch in (None, self.arch)]
@@ -464,10 +469,11 @@ class KernelSet:
 
     def close(self) -> None:
         """Unloads everything; may be called twice. The work that uses it must have ended."""
-        while self._plans:
-            self._plans.popitem()[1].close()
-        while self._libraries:
-            driver.library_unload(self._libraries.popitem()[1])
+        mine = [*(plan.close for plan in self._plans.values())]
+        mine += [functools.partial(driver.library_unload, library) for library in self._libraries.values()]
+        self._plans.clear()
+        self._libraries.clear()
+        run_all(mine)
 
     def _load(self, kernel: Kernel) -> LaunchPlan:
         library = self._libraries.get(kernel.source)

@@ -28,7 +28,7 @@ from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatc
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.interop import same_stream
 from memra_driver.kernels import KERNELS, KernelSet, Launch
-from memra_driver.memory import Borrowed
+from memra_driver.memory import Borrowed, run_all
 
 S = TypeVar("S")
 
@@ -225,8 +225,12 @@ class CudaDev(_SliceDev):
         plan.launch(self.stream.handle, args)
 
     def prepare(self, name: str, args: Sequence[Any]) -> Launch:
-        """A launch with its arguments in place, for calls that come again; nothing is enqueued."""
-        self.context.bind()
+        """A launch with its arguments in place, for calls that come again; nothing is enqueued.
+
+        Of a kernel that is loaded it asks nothing of the driver: what was just enqueued must not end in an error.
+        """
+        if not self.kernels.has(name):
+            self.context.bind()
         return self.kernels.plan(name).prepare(self.context, self.stream, args)
 
     def copy_bytes(self, dst: int, src: int, n_bytes: int) -> None:
@@ -271,15 +275,14 @@ class CudaDev(_SliceDev):
         """
         if self.stream.is_closed or in_a_fork():
             return
+        mine = [*self._attached, *self._scratch, *filter(None, [self._table, self._count]), self.kernels]
+        mine += [self.stream] if self._owns_stream else []
+        mine += [self.context] if self._owns_context else []
+        run_all([self._finish, *(each.close for each in mine)])
+
+    def _finish(self) -> None:
         if self.context.is_alive():
             self.stream.synchronize()
-        for each in (*self._attached, *self._scratch, *filter(None, [self._table, self._count])):
-            each.close()
-        self.kernels.close()
-        if self._owns_stream:
-            self.stream.close()
-        if self._owns_context:
-            self.context.close()
 
     def __enter__(self) -> CudaDev:
         return self

@@ -172,7 +172,7 @@ class OwnedC(Structure):
     """memra_owned."""
 
 
-OwnedC._fields_ = (("next", POINTER(OwnedC)), ("release", CFUNCTYPE(None, POINTER(OwnedC))), ("slice", SliceC))
+OwnedC._fields_ = (("next", POINTER(OwnedC)), ("release", CFUNCTYPE(c_int32, POINTER(OwnedC))), ("slice", SliceC))
 
 
 class CacheC(Structure):

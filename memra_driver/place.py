@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
+from memra_driver.memory import run_all
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
 Key = tuple[str, int | None, int]  # plane, layer, device index
@@ -48,18 +49,8 @@ def united(stages: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 
 def close_slices(slices: Iterable[Any]) -> None:
-    """Frees what can be freed; slices of a device without close() go with their last reference.
-
-    A free that fails keeps no other from being made; the first error is raised at the end.
-    """
-    first: DriverError | None = None
-    for each in slices:
-        try:
-            getattr(each, "close", lambda: None)()
-        except DriverError as error:
-            first = first or error
-    if first is not None:
-        raise first
+    """Frees what can be freed, as run_all; slices of a device without close() go with their last reference."""
+    run_all(getattr(each, "close", lambda: None) for each in slices)
 
 
 def check_fit(plan: CachePlan, devices: Sequence[Any]) -> None:

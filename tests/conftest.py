@@ -7,6 +7,7 @@ have one name and never share a process.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import os
@@ -25,6 +26,7 @@ from checks import close
 
 MARKERS = (
     "misuse: misuses the driver or leaks on purpose; the stand-in's errors and what is left are not checked after it",
+    "at_once: leaves out an order on purpose; never in deferred mode, where that does harm",
     "not_through_c: counts what CudaDev does for itself; not run on devices of the C library",
 )
 # Files that run on CudaDevs and, in a second turn, through the C library (capi.CDev, through_c.py). Left out are those
@@ -32,16 +34,25 @@ MARKERS = (
 THROUGH_C = {
     f"test_{name}"
     for name in (
-        "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "graph", "graph_rules",
-        "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch", "kernels_recurrent", "kit", "late_reads",
-        "many_layers", "ops", "ops_arguments", "ops_results", "pipeline", "programs", "recur_step", "replayed_clock",
-        "rollback", "round", "round_calls", "round_rules", "snapshots", "stages", "steps", "taps", "threads",
+        "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "fault_ends",
+        "fault_runs", "graph", "graph_rules", "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch",
+        "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
+        "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots",
+        "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
+
+# Files that run once more in deferred mode, where the whole run does not: what they are about is order.
+DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "threads")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
+    parser.addoption("--seed", type=int, help="of deferred mode, for the files that also run in it; drawn if not given")
+    parser.addoption(
+        "--deferred", metavar="SEED", type=int,
+        help="the stand-in driver runs work when somebody waits for it, in an order that the seed (not 0) shuffles",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,9 +60,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
+    drawn = 1 + secrets.randbits(31)
+    config.option.seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed") or drawn)
+    if config.getoption("--deferred"):
+        os.environ["FAKE_CUDA_DEFERRED"] = str(config.getoption("--deferred"))  # programs that tests start see it, too
     if config.getoption("--gpu"):
         _keep_context()
         config.pluginmanager.register(gpu_results.GpuResults())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A process of xdist gets the seed that is printed at the end."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def _keep_context() -> None:
@@ -68,10 +89,16 @@ def _keep_context() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    elsewhere = standin_module.SANITIZED or any(metafunc.config.getoption(name) for name in ("--gpu", "--deferred"))
+    elsewhere |= any(metafunc.definition.iter_markers("at_once"))
+    if metafunc.module.__name__ in DEFERRED and "make_dev" in metafunc.fixturenames and not elsewhere:
+        turns = [pytest.param(False, id=pytest.HIDDEN_PARAM), pytest.param(True, id="deferred")]
+        metafunc.parametrize("deferred", turns, indirect=True)
     twice = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
     if standin_module.SANITIZED:  # the tests of the library itself do there
         twice = False
-    if twice and not any(metafunc.definition.iter_markers("not_through_c")):
+    named = any(marker.args[0] == "cuda_kind" for marker in metafunc.definition.iter_markers("parametrize"))
+    if twice and not named and not any(metafunc.definition.iter_markers("not_through_c")):
         metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)
 
 
@@ -81,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def belongs(item: pytest.Item) -> bool:
         params = getattr(getattr(item, "callspec", None), "params", {})
         on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in params.values())
-        if on_host and params.get("cuda_kind") == "c":
+        if on_host and (params.get("cuda_kind") == "c" or params.get("deferred")):
             return False
         if not gpu:
             return item.get_closest_marker("gpu") is None
@@ -92,6 +119,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if not belongs(item)]
     items[:] = [item for item in items if belongs(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """count("fault points", n): how many of them the test has tried; their sum stands at the end of the run."""
+    return lambda what, n: record_property(f"count:{what}", n)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    counted: collections.Counter[str] = collections.Counter()
+    for report in terminalreporter.stats.get("passed", []):  # also those of other processes
+        for name, n in report.user_properties:
+            if name.startswith("count:") and report.when == "call":
+                counted[name.removeprefix("count:")] += n
+    for what, n in counted.items():
+        terminalreporter.write_line(f"{what} tried: {n}")
+    config = terminalreporter.config
+    if not config.getoption("--gpu"):
+        whole = config.getoption("--deferred")
+        told = f"the whole run, --deferred {whole}" if whole else f"{len(DEFERRED)} files, --seed {config.option.seed}"
+        terminalreporter.write_line(f"deferred mode: {told}")
 
 
 def pytest_collection_finish() -> None:
@@ -119,6 +167,8 @@ def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
         pytest.skip(reason)
     control = standin_module.load()
     control.reset()
+    if request.node.get_closest_marker("at_once"):
+        control.defer(0)
     yield control
     control.clear_failures()
     gc.collect()
@@ -178,10 +228,18 @@ def c_library_missing() -> str | None:
 
 
 @pytest.fixture
-def make_dev(request: pytest.FixtureRequest, cuda_kind: str) -> Iterator[MakeDev]:
+def deferred(request: pytest.FixtureRequest) -> bool:
+    """Whether the stand-in driver defers what the devices of make_dev do."""
+    return getattr(request, "param", False)
+
+
+@pytest.fixture
+def make_dev(request: pytest.FixtureRequest, cuda_kind: str, deferred: bool) -> Iterator[MakeDev]:
     """make_dev("host" | "cuda", ordinal=0, **options) -> a device; all are closed after the test."""
     if not request.config.getoption("--gpu") and standin_module.missing() is None:
-        request.getfixturevalue("standin")
+        control = request.getfixturevalue("standin")
+        if deferred:
+            control.defer(request.config.getoption("--seed"))
     made: list[Any] = []
 
     def make(kind: str, ordinal: int = 0, **options: Any) -> Any:

@@ -19,10 +19,13 @@ def ok(result: tuple[Any, ...]) -> Any:
 def on_device(array: np.ndarray) -> int:
     ptr = int(ok(cu.cuMemAlloc(array.nbytes)))
     ok(cu.cuMemcpyHtoD(ptr, array.ctypes.data, array.nbytes))
+    ok(cu.cuStreamSynchronize(0))  # no other stream waits for the default one
     return ptr
 
 
 def from_device(ptr: int, like: np.ndarray) -> np.ndarray:
+    """What stands there once all work of the context is done."""
+    ok(cu.cuCtxSynchronize())
     out = np.empty_like(like)
     ok(cu.cuMemcpyDtoH(out.ctypes.data, ptr, out.nbytes))
     return out

@@ -9,6 +9,7 @@ the address and the undefined-behaviour sanitizer (preload libasan then).
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import hashlib
@@ -151,12 +152,20 @@ class _Record(ctypes.Structure):
     ]
 
 
+# What ends an object, and what made it.
+ENDS = {
+    "cuStreamDestroy": "cuStreamCreate", "cuEventDestroy": "cuEventCreate", "cuLibraryUnload": "cuLibraryLoadData",
+    "cuDevicePrimaryCtxRelease": "cuDevicePrimaryCtxRetain",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Call:
     """One call that created, destroyed, enqueued or waited, or one node of a graph that was launched.
 
     `dst` and `src` are addresses or handles: an allocation or creation returns in `dst`, a free, destroy, event
     record or wait names its object in `src`; of a memset `src` is the value. `code` is what the call returned.
+    In deferred mode that is what it returned as it was asked, also where the work fails later.
     `captured`: the call became a node of a graph and ran nothing. The nodes of a launch follow its cuGraphLaunch;
     their name is "node", `node` is the call that was captured, the rest is as that call had it.
     """
@@ -187,7 +196,9 @@ class StandIn:
             function = getattr(self._lib, f"fake_{name}")
             function.restype = ctypes.c_size_t
             function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        self._lib.fake_set_fail.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
+        self._lib.fake_set_fail.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int)
+        self._lib.fake_set_deferred.argtypes = (ctypes.c_uint64,)
+        self._lib.fake_set_memory_left.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self._lib.fake_set_total_memory.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self._kernels = kernels
         self.reset()
@@ -225,11 +236,17 @@ class StandIn:
         calls = self.calls("cuLaunchKernel", "cuLaunchKernelEx", "node")
         return [call.kernel for call in calls if not call.captured and (call.name != "node" or call.kernel)]
 
+    def balance(self) -> collections.Counter[str]:
+        """Of streams, events, libraries and contexts: how many more the trace saw made than given back."""
+        done = collections.Counter(call.name for call in self.trace() if not call.code)
+        return collections.Counter({made: done[made] - done[ended] for ended, made in ENDS.items()})
+
     def clear_trace(self) -> None:
         self._lib.fake_trace_clear()
 
     def errors(self) -> list[str]:
-        """Misuse seen so far, broken guards and writes to freed memory included."""
+        """Misuse seen so far, broken guards and writes to freed memory included. Lets all queued work run first."""
+        self._lib.fake_finish()
         self._lib.fake_check_guards()
         n = self._lib.fake_errors(None, 0)
         text = ctypes.create_string_buffer(n)
@@ -268,8 +285,34 @@ class StandIn:
 
         "node" counts the nodes of graphs: the nth does not run, nor do those behind it; their launch returns `code`.
         """
-        if not self._lib.fake_set_fail(name.encode(), nth, code):
+        self._inject(name, nth, code, breaks=False)
+
+    def break_behind(self, name: str, nth: int = 1, code: int = 719) -> None:
+        """Lets the nth call succeed, and every later call of its context fail with `code`: a fault of the device.
+
+        The context is lost until somebody resets it (cuDevicePrimaryCtxReset) or the last one releases it.
+        """
+        self._inject(name, nth, code, breaks=True)
+
+    def _inject(self, name: str, nth: int, code: int, breaks: bool) -> None:
+        if not self._lib.fake_set_fail(name.encode(), nth, code, breaks):
             raise RuntimeError("too many injected failures")
+
+    def defer(self, seed: int) -> None:
+        """Lets work wait in its stream until somebody waits for it or asks; 0: it runs at once, as ever.
+
+        The seed shuffles what the order of streams and events leaves open. Lasts until the next `reset`, which goes
+        back to FAKE_CUDA_DEFERRED, a seed too.
+        """
+        self._lib.fake_set_deferred(seed)
+
+    def finish(self) -> None:
+        """Lets all queued work run."""
+        self._lib.fake_finish()
+
+    def trace_queries(self, on: bool = True) -> None:
+        """Whether calls that only ask are in the trace as well, and counted by "*"."""
+        self._lib.fake_set_trace_queries(int(on))
 
     def pending_failures(self) -> int:
         """How many injected failures have not happened yet."""
@@ -277,6 +320,10 @@ class StandIn:
 
     def clear_failures(self) -> None:
         self._lib.fake_clear_failures()
+
+    def run_out_after(self, device: int, nbytes: int) -> None:
+        """The device has room for so many bytes beside what lives there now."""
+        self._lib.fake_set_memory_left(device, nbytes)
 
     def set_total_memory(self, device: int, nbytes: int) -> None:
         self._lib.fake_set_total_memory(device, nbytes)
@@ -320,6 +367,12 @@ def load() -> StandIn:
         raise RuntimeError(reason)
     _refuse_a_real_driver()
     return StandIn(build_driver(), build_kernels())
+
+
+def finish() -> None:
+    """Lets all queued work run, where there is a stand-in: for tests that look at device memory by its address."""
+    if load.cache_info().currsize:
+        load().finish()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from cplan import (
     new_cache,
     of_python,
 )
-from standin import Call, StandIn
+from standin import Call, StandIn, finish
 
 from memra_driver import driver, layout, native
 from memra_driver.cache import Cache
@@ -127,6 +127,7 @@ def check_birth(case: Case, calls: list[Call], arena: bool) -> None:
     assert [(call.name, call.bytes, call.device) for call in calls] == expected
     for call in calls:
         if call.name == "cuMemsetD8Async":
+            finish()
             assert not any(ctypes.string_at(call.dst, call.bytes))
 
 

@@ -81,10 +81,11 @@ def test_the_end_lets_snapshots_go_and_releases_what_the_library_made(standin: S
     cache.snapshots = ctypes.pointer(snapshots[0])
     seen: list[tuple[int, int, int]] = []
 
-    def release(owned: Any) -> None:  # each is out of the list when it is released, and memory still stands
+    def release(owned: Any) -> int:  # each is out of the list when it is released, and memory still stands
         first = made.contents.owned
         seen.append((owned.contents.slice.ptr, first.contents.slice.ptr if first else 0, made.contents.state))
         assert ctypes.string_at(made.contents.devices[0].pos_d.ptr, 4) == bytes(4)
+        return 0
 
     release_c = dict(layout.OwnedC._fields_)["release"](release)
     owned = [layout.OwnedC(release=release_c, slice=layout.SliceC(ptr=n)) for n in (11, 12)]
@@ -164,7 +165,8 @@ def test_a_stream_that_cannot_be_asked_keeps_no_cache_alive(standin: StandIn, tw
     live = standin.live_count()
     made = new_cache(SPREAD["two"], two)
     standin.fail("cuStreamIsCapturing", 1, 700)
-    library().call("memra_cache_free", made)
+    with pytest.raises(DriverError, match="cuStreamIsCapturing"):
+        library().call("memra_cache_free", made)
     assert standin.live_count() == live
 
 

@@ -34,6 +34,7 @@ def anywhere(dev: Any, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     kernels = ctypes.CDLL(str(standin.build_kernels()))
 
     def launch(_: int, grid: Any, block: Any, shared: int, stream: int, params: int, name: str = "") -> None:
+        standin.finish()
         shape = ((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared)
         assert getattr(kernels, f"memra_cpu_launch_{name}")(*shape, ctypes.c_void_p(params)) == 0
 

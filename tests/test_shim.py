@@ -41,7 +41,8 @@ def launch(context: StandIn) -> Iterator[Launch]:
     def run(name: str, threads: int, *args: tuple[Any, Any], grid: int = 1, smem: int = 0) -> int:
         kernel = ok(cu.cuLibraryGetKernel(library, name.encode()))
         params = (tuple(a for a, _ in args), tuple(c for _, c in args))
-        return int(cu.cuLaunchKernel(kernel, grid, 1, 1, threads, 1, 1, smem, 0, params, 0)[0])
+        code = int(cu.cuLaunchKernel(kernel, grid, 1, 1, threads, 1, 1, smem, 0, params, 0)[0])
+        return code or int(cu.cuCtxSynchronize()[0])
 
     yield run
     ok(cu.cuLibraryUnload(library))
@@ -238,6 +239,7 @@ args = eval(sys.argv[2])
 kernel = ok(cu.cuLibraryGetKernel(library, sys.argv[1].encode()))
 print("before", flush=True)
 ok(cu.cuLaunchKernel(kernel, 1, 1, 1, int(sys.argv[3]), 1, 1, 0, 0, args, 0))
+ok(cu.cuCtxSynchronize())
 print("after", flush=True)
 """
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from memra_driver.capi.device import LibraryDevice, bind, library_device
 from memra_driver.capi.library import Library, whole
+from memra_driver.errors import MemraError, StateError
 from memra_driver.health import Health
 from memra_driver.interop import operand
 from memra_driver.layout import CacheState, HealthC, SnapshotC
@@ -112,9 +113,15 @@ class LibrarySnapshot(Closing):
         return ctypes.cast(self._address, ctypes.POINTER(SnapshotC))
 
     def close(self) -> None:
-        """Frees it; may be called twice."""
-        address, self._address = self._address, 0
-        self._library.call("memra_snapshot_free", address)
+        """Frees it; may be called twice. Refused while a capture is open."""
+        try:
+            self._library.call("memra_snapshot_free", self._address)
+        except StateError:
+            raise
+        except MemraError:
+            self._address = 0
+            raise
+        self._address = 0
 
 
 def snapshot(cache: Any) -> LibrarySnapshot:

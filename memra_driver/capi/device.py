@@ -282,6 +282,7 @@ def bind(cache: Any) -> Library:
     if any(struct.contents.devices[d].handle != each.handle for d, each in enumerate(devices)):
         addresses = (ctypes.c_void_p * len(devices))(*(each.address for each in devices))
         devices[0].library.call("memra_cache_bind", struct, addresses, len(devices))
+    cache.check_c = devices[0].library.check
     for each in devices:
         if each.open_graph is not None and cache not in each.open_graph.kept:
             each.open_graph.kept.append(cache)  # the graph has the address of its struct

@@ -235,7 +235,10 @@ class Library:
 
     def call(self, name: str, *args: Any) -> None:
         """Calls a function that returns a status; raises what it stands for."""
-        status = self._functions[name](*args)
+        self.check(self._functions[name](*args))
+
+    def check(self, status: int) -> None:
+        """Raises what a status stands for, with the sentence of the call that has just returned it."""
         if status:
             raise failure(status, self._answers["memra_last_error"]().decode(errors="replace"))
 

@@ -6,6 +6,9 @@ static CUresult check_range(struct call *call, uint64_t ptr, uint64_t n, int dev
     struct block *block = block_find(ptr);
     if (!block)
         return fake_misuse(call, INVALID_VALUE, "%s 0x%llx is not in a live allocation", side, (unsigned long long)ptr);
+    if (S.as_of && !queue_passed(block->born))
+        return fake_misuse(call, INVALID_VALUE, "%s 0x%llx is used before its stream has reached the allocation", side,
+                           (unsigned long long)ptr);
     if (n > block->ptr + block->size - ptr)
         return fake_misuse(call, INVALID_VALUE, "%s: %llu bytes at byte %llu of an allocation of %llu bytes", side,
                            (unsigned long long)n, (unsigned long long)(ptr - block->ptr), (unsigned long long)block->size);
@@ -20,6 +23,8 @@ CUresult copy_check(struct call *call, const struct op *op) {
     if (op->kind != OP_COPY_OUT) code = check_range(call, op->dst, op->bytes, op->dst_device, "destination");
     if (!code && (op->kind == OP_COPY || op->kind == OP_COPY_OUT))
         code = check_range(call, op->src, op->bytes, op->src_device, "source");
+    if (!code && op->pinned)
+        code = check_range(call, op->kind == OP_COPY_IN ? op->src : op->dst, op->bytes, -1, "pinned memory");
     if (!code && op->kind == OP_COPY && op->dst < op->src + op->bytes && op->src < op->dst + op->bytes)
         return fake_misuse(call, INVALID_VALUE, "source and destination overlap");
     return code;
@@ -116,7 +121,8 @@ API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t n, vo
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr dst, const void *src, size_t n) {
     TRACED("cuMemcpyHtoD", .dst = dst, .src = (uintptr_t)src, .bytes = n);
     STREAM(NULL);
-    DONE(copy_in(&call, stream, dst, src, n));
+    TRY(copy_in(&call, stream, dst, src, n));
+    DONE(block_find((uintptr_t)src) ? queue_finish(stream) : OK); // pageable memory is staged and may arrive later
 }
 
 API CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t n, void *handle) {
@@ -128,7 +134,8 @@ API CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t n, void *ha
 API CUresult cuMemcpyDtoH_v2(void *dst, CUdeviceptr src, size_t n) {
     TRACED("cuMemcpyDtoH", .dst = (uintptr_t)dst, .src = src, .bytes = n);
     STREAM(NULL);
-    DONE(copy_out(&call, stream, dst, src, n));
+    TRY(copy_out(&call, stream, dst, src, n));
+    DONE(queue_finish(stream));
 }
 
 API CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t n, void *handle) {

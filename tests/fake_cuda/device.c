@@ -179,6 +179,7 @@ static void destroy_context(struct context *context) {
     context->object.dead = true;
     context->retained = 0;
     S.device[context->device].primary = NULL;
+    queue_drop(context);
     context_release_graphs(context);
     context_release_memory(context);
 }
@@ -286,7 +287,8 @@ API CUresult cuCtxSynchronize(void) {
     TRACED("cuCtxSynchronize");
     struct context *context;
     TRY(context_current(&call, &context));
-    DONE(capture_refuse_all(&call, context));
+    TRY(capture_refuse_all(&call, context));
+    DONE(queue_finish_context(context));
 }
 
 API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {

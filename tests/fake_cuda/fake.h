@@ -3,7 +3,8 @@
 // quietly repairs (a copy on another device's stream, overlapping copies) is refused here and noted in fake_errors().
 //
 // Each work item of a stream is a `struct op` that owns all it needs; `fake_enqueue` is the one place that
-// decides when it runs: at once, or, on a capturing stream, whenever the graph is launched.
+// decides when it runs: at once, in deferred mode (queue.c) when somebody waits, or, on a capturing stream, whenever
+// the graph is launched.
 #pragma once
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -67,6 +68,7 @@ struct stream {
     int priority;
     uint64_t id;
     struct graph *capture;  // null: not capturing
+    struct item *first, *last; // deferred mode: what has not run yet
 };
 
 struct context {
@@ -82,6 +84,7 @@ struct event {
     struct object object;
     struct context *context;
     unsigned flags;
+    struct moment *latest;   // deferred mode: what a wait from now on waits for; null: nothing
     bool recorded;
     uint64_t nanoseconds;
 };
@@ -123,13 +126,17 @@ struct block {              // one live allocation
     struct context *context; // null for host memory
     bool pooled, host;
     uint64_t serial;
+    uint64_t left;           // deferred mode: number of the work item that frees it; 0: none
+    struct moment *born;     // deferred mode: when its stream reaches the allocation; null: it has
 };
 
 struct op {                 // one work item of a stream
-    enum { OP_COPY, OP_COPY_IN, OP_COPY_OUT, OP_FILL, OP_LAUNCH, OP_RECORD, OP_WAIT, OP_HOST } kind;
+    enum { OP_COPY, OP_COPY_IN, OP_COPY_OUT, OP_FILL, OP_LAUNCH, OP_RECORD, OP_WAIT, OP_HOST,
+           OP_FREE } kind;
     uint64_t dst, src, bytes;
     int dst_device, src_device; // whose memory a copy or fill may touch
     uint32_t value, width;   // OP_FILL
+    bool pinned;             // OP_COPY_IN, OP_COPY_OUT: the host side is an allocation too, and must live until it runs
     bool external;           // OP_RECORD, OP_WAIT: an event of outside the capture
     struct kernel *kernel;
     struct event *event;
@@ -148,6 +155,7 @@ struct graph {              // plays CUgraph and CUgraphExec
     struct op *ops;
     size_t n, room;
     uint64_t serial;
+    struct moment *last;     // deferred mode: the end of the latest launch, for which the next one waits
     struct graph *next;      // of the live ones
 };
 
@@ -167,6 +175,10 @@ extern struct state {
     struct device device[MAX_DEVICES];
     char kernels[4096];      // the shared object that library_load hands out, whatever the image
     uint64_t serial, reset_serial, next_id;
+    uint64_t seed;           // of deferred mode; 0: every work item runs at once
+    uint64_t asked;          // counts the work items of deferred mode
+    uint64_t as_of;          // number of the one that runs: it sees memory that is to be freed behind it; 0: none
+    bool trace_queries;
     struct block *blocks;    // sorted by address
     size_t n_blocks, room_blocks;
     struct graph *graphs;    // captures under way, graphs, executable graphs
@@ -177,11 +189,13 @@ extern struct state {
 struct call {
     struct fake_record record;
     bool traced, kept;
+    int breaks;             // what the context's calls return from now on; 0: nothing
     size_t at;              // where the trace has it, once kept
 };
 
 int fake_enter(struct call *call);                   // takes the lock; an injected failure comes back as its code
-int fake_injected(const struct call *call);          // the failure that is injected here, or OK
+int fake_injected(struct call *call);          // the failure that is injected here, or OK
+void fake_break(struct call *call);                  // lets the context fail from now on, where that is injected
 void fake_keep(struct call *call);                   // puts the record into the trace, or brings it up to date there
 void fake_leave(struct call *call);                  // keeps the record, drops the lock
 CUresult fake_misuse(struct call *call, CUresult code, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -220,6 +234,7 @@ void block_check(const struct block *block, const char *after); // notes broken 
 void quarantine_check(const char *after);            // notes writes to freed memory
 
 uint64_t memory_live(int device);
+void block_end(uint64_t ptr, const char *after);     // frees what a work item was to free
 struct block *block_find(uint64_t ptr);              // the live allocation that holds ptr
 struct block *block_touching(uint64_t ptr);          // the same; one past the end counts
 bool block_reachable(const struct block *block, const struct context *from);
@@ -235,6 +250,21 @@ CUresult launch_check(struct call *call, const struct stream *stream, const stru
 CUresult fake_enqueue(struct call *call, struct stream *stream, struct op *op);
 CUresult fake_check(struct call *call, struct stream *stream, struct op *op);
 CUresult fake_run(struct call *call, struct stream *stream, struct op *op); // checks first
+
+// Deferred mode.
+CUresult queue_add(struct call *call, struct stream *stream, const struct op *op);
+struct moment *queue_moment(struct stream *stream);          // what comes behind all that the stream has now
+void queue_wait(struct stream *stream, struct moment *moment);
+bool queue_passed(const struct moment *moment);
+void queue_progress(void);                                   // somebody asks, and time goes by
+CUresult queue_finish(struct stream *stream);
+CUresult queue_finish_moment(struct context *context, struct moment *moment);
+CUresult queue_finish_context(struct context *context);
+void queue_finish_all(void);
+void queue_drop(const struct context *context);              // its work items never run
+void queue_void_reads(void);                                 // nor do those that write into pageable memory
+void queue_seed(uint64_t seed);
+void context_break(struct context *context, int code);       // every call of it fails from now on
 
 // These invalidate the captures that the call does not go with, and return its error; OK where there is none.
 CUresult capture_refuse(struct call *call, struct stream *stream);              // not while this stream captures

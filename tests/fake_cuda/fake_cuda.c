@@ -13,6 +13,7 @@ static struct rule {
     char name[NAME_ROOM];
     long left;
     int code;
+    bool breaks; // the call succeeds; those behind it fail, until the context is reset
 } rules[32];
 static int n_rules;
 
@@ -52,18 +53,28 @@ CUresult fake_misuse(struct call *call, CUresult code, const char *format, ...) 
     return call->record.code = code;
 }
 
-int fake_injected(const struct call *call) {
+int fake_injected(struct call *call) {
     int code = OK;
     for (int i = 0; i < n_rules; i++) {
         struct rule *rule = &rules[i];
         bool counts = !strcmp(rule->name, "*") ? call->traced : !strcmp(rule->name, call->record.call);
-        if (counts && rule->left > 0 && --rule->left == 0 && !code) code = rule->code;
+        if (!counts || rule->left <= 0 || --rule->left) continue;
+        if (rule->breaks) call->breaks = rule->code;
+        else if (!code) code = rule->code;
     }
+    if (code && strstr(call->record.call, "Synchronize")) queue_void_reads(); // nobody waits for them any more
     return code;
+}
+
+void fake_break(struct call *call) {
+    struct context *context = call->record.device < 0 ? NULL : S.device[call->record.device].primary;
+    if (call->breaks && context) context_break(context, call->breaks);
+    call->breaks = 0;
 }
 
 int fake_enter(struct call *call) {
     pthread_mutex_lock(&lock);
+    call->traced |= S.trace_queries;
     if (!S.initialised && strcmp(call->record.call, "cuInit")) return NOT_INITIALIZED;
     return fake_injected(call);
 }
@@ -82,6 +93,7 @@ void fake_keep(struct call *call) {
 
 void fake_leave(struct call *call) {
     if (call->traced) fake_keep(call);
+    fake_break(call);
     pthread_mutex_unlock(&lock);
 }
 
@@ -116,6 +128,8 @@ static void set_defaults(void) {
     };
     S.device_count = getenv("FAKE_CUDA_DEVICES") ? atoi(getenv("FAKE_CUDA_DEVICES")) : 2;
     S.driver_version = 13020;
+    S.trace_queries = false;
+    queue_seed(getenv("FAKE_CUDA_DEFERRED") ? strtoull(getenv("FAKE_CUDA_DEFERRED"), NULL, 10) : 0);
     S.peers = true;
     if (getenv("FAKE_CUDA_KERNELS")) // for a program that does not know fake_set_kernels
         snprintf(S.kernels, sizeof S.kernels, "%s", getenv("FAKE_CUDA_KERNELS"));
@@ -144,21 +158,24 @@ __attribute__((constructor)) static void start(void) {
         pthread_mutex_unlock(&lock); \
     } while (0)
 
-// Forgets trace, rules and errors; settings go back to their defaults; live counts start anew. Contexts,
-// streams and memory stay: their owners may still be about to close them.
+// Forgets trace, rules and errors; settings go back to their defaults; live counts start anew; faulted contexts work
+// again. Contexts, streams and memory stay: their owners may still be about to close them.
 API void fake_reset(void) {
-    LOCKED(n_trace = 0; n_rules = 0; errors_used = 0; set_defaults(); S.reset_serial = S.serial;);
+    LOCKED(queue_finish_all(); n_trace = 0; n_rules = 0; errors_used = 0; set_defaults(); S.reset_serial = S.serial;
+           for (int d = 0; d < MAX_DEVICES; d++) if (S.device[d].primary) S.device[d].primary->sticky = OK;);
 }
 
 // The nth call of `name` from now returns `code` and does nothing. "*" counts every traced call.
 // Returns 0 when there is no room for another rule.
-API int fake_set_fail(const char *name, long nth, int code) {
+// breaks: the nth call succeeds instead, and every later call of its context returns `code`.
+API int fake_set_fail(const char *name, long nth, int code, int breaks) {
     int kept = 0;
     LOCKED(if (n_rules < (int)(sizeof rules / sizeof *rules)) {
         struct rule *rule = &rules[n_rules++];
         snprintf(rule->name, sizeof rule->name, "%s", name);
         rule->left = nth;
         rule->code = code;
+        rule->breaks = breaks;
         kept = 1;
     });
     return kept;
@@ -189,16 +206,18 @@ API size_t fake_errors(char *out, size_t room) {
     return n;
 }
 
-// Bytes and number of allocations made since fake_reset that are still alive.
+static bool counted(const struct block *block) { return block->serial > S.reset_serial && !block->left; }
+
+// Bytes and number of allocations made since fake_reset that are still alive, or were not asked to end.
 API uint64_t fake_live_bytes(void) {
     uint64_t bytes = 0;
-    LOCKED(for (size_t i = 0; i < S.n_blocks; i++) if (S.blocks[i].serial > S.reset_serial) bytes += S.blocks[i].size;);
+    LOCKED(for (size_t i = 0; i < S.n_blocks; i++) if (counted(&S.blocks[i])) bytes += S.blocks[i].size;);
     return bytes;
 }
 
 API uint64_t fake_live_count(void) {
     uint64_t count = 0;
-    LOCKED(for (size_t i = 0; i < S.n_blocks; i++) count += S.blocks[i].serial > S.reset_serial;);
+    LOCKED(for (size_t i = 0; i < S.n_blocks; i++) count += counted(&S.blocks[i]););
     return count;
 }
 
@@ -218,6 +237,16 @@ API uint64_t fake_check_guards(void) {
 }
 
 API void fake_set_total_memory(int device, uint64_t bytes) { LOCKED(S.device[device].total_memory = bytes;); }
+// The device gives out so many bytes more than it has given out now.
+API void fake_set_memory_left(int device, uint64_t bytes) {
+    LOCKED(S.device[device].total_memory = memory_live(device) + bytes;);
+}
+// seed 0: every work item runs at once; else it waits, and the seed shuffles the order of streams.
+API void fake_set_deferred(uint64_t seed) { LOCKED(queue_finish_all(); queue_seed(seed);); }
+// Runs whatever waits, on every stream.
+API void fake_finish(void) { LOCKED(queue_finish_all();); }
+// Queries, too, are kept in the trace, and counted by the rule "*".
+API void fake_set_trace_queries(int on) { LOCKED(S.trace_queries = on;); }
 API void fake_set_attribute(int device, int attribute, int value) {
     LOCKED(S.device[device].attribute[attribute] = value;);
 }

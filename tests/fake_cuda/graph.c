@@ -85,6 +85,7 @@ static bool can_be_captured(const struct op *op) {
     case OP_COPY_IN: return is_pinned(op->src);
     case OP_COPY_OUT: return is_pinned(op->dst);
     case OP_RECORD: case OP_WAIT: return op->external;
+    case OP_FREE: break;
     }
     return false;
 }
@@ -199,11 +200,12 @@ static CUresult run_node(struct stream *stream, void *handle, struct op *op) {
     call.record.captured = false;
     CUresult code = fake_injected(&call);
     if (!code) {
-        code = fake_run(&call, stream, op);
+        code = S.seed ? queue_add(&call, stream, op) : fake_run(&call, stream, op);
         if (code == INVALID_VALUE) code = stream->context->sticky = ILLEGAL_ADDRESS;
     }
     call.record.code = code;
     fake_keep(&call);
+    fake_break(&call);
     return code;
 }
 
@@ -212,8 +214,11 @@ API CUresult cuGraphLaunch(struct graph *exec, void *handle) {
     struct stream *stream;
     TRY(launchable(&call, exec, handle, &stream));
     fake_keep(&call); // before its nodes
-    for (size_t i = 0; i < exec->n; i++) TRY(run_node(stream, handle, &exec->ops[i]));
-    DONE(OK);
+    if (S.seed) queue_wait(stream, exec->last);
+    CUresult code = OK;
+    for (size_t i = 0; i < exec->n && !code; i++) code = run_node(stream, handle, &exec->ops[i]);
+    if (S.seed) exec->last = queue_moment(stream);
+    DONE(code);
 }
 
 static CUresult destroy(struct call *call, struct graph *graph, enum kind kind) {

@@ -13,11 +13,14 @@ static size_t first_after(uint64_t ptr) { // index of the first block that begin
     return low;
 }
 
+// What is asked for behind a stream-ordered free may not touch the block, what was asked for before it still may.
+static bool is_there(const struct block *block) { return !block->left || (S.as_of && S.as_of < block->left); }
+
 struct block *block_touching(uint64_t ptr) {
     size_t i = first_after(ptr);
     if (!i) return NULL;
     struct block *block = &S.blocks[i - 1];
-    return ptr - block->ptr <= block->size ? block : NULL;
+    return ptr - block->ptr <= block->size && is_there(block) ? block : NULL;
 }
 
 struct block *block_find(uint64_t ptr) {
@@ -28,7 +31,7 @@ struct block *block_find(uint64_t ptr) {
 uint64_t memory_live(int device) {
     uint64_t bytes = 0;
     for (size_t i = 0; i < S.n_blocks; i++)
-        if (!S.blocks[i].host && S.blocks[i].context->device == device) bytes += S.blocks[i].size;
+        if (!S.blocks[i].host && !S.blocks[i].left && S.blocks[i].context->device == device) bytes += S.blocks[i].size;
     return bytes;
 }
 
@@ -69,7 +72,14 @@ static void remove_block(struct block *block) {
     S.n_blocks--;
 }
 
-static CUresult release(struct call *call, uint64_t ptr, bool host) {
+void block_end(uint64_t ptr, const char *after) {
+    struct block *block = &S.blocks[first_after(ptr) - 1];
+    block_check(block, after);
+    remove_block(block);
+}
+
+// stream: the free is ordered in it; null: it happens now, whatever still uses the memory.
+static CUresult release(struct call *call, uint64_t ptr, bool host, struct stream *stream) {
     struct block *block = block_find(ptr);
     if (!block || block->ptr != ptr || block->host != host)
         return fake_misuse(call, INVALID_VALUE, "0x%llx is not the start of a live allocation (freed twice?)",
@@ -78,8 +88,12 @@ static CUresult release(struct call *call, uint64_t ptr, bool host) {
         return fake_misuse(call, INVALID_VALUE, "memory of device %d freed in a context of device %d",
                            block->context->device, call->record.device);
     call->record.bytes = block->size;
-    block_check(block, call->record.call);
-    remove_block(block);
+    if (stream && S.seed) {
+        CUresult code = queue_add(call, stream, &(struct op){.kind = OP_FREE, .dst = ptr});
+        if (!code) block->left = S.asked;
+        return code;
+    }
+    block_end(ptr, call->record.call);
     return OK;
 }
 
@@ -107,7 +121,9 @@ API CUresult cuMemFree_v2(CUdeviceptr ptr) {
     TRACED("cuMemFree", .src = ptr);
     struct context *context;
     TRY(context_current(&call, &context));
-    DONE(release(&call, ptr, false));
+    struct block *block = block_find(ptr);
+    if (block && !block->pooled) (void)queue_finish_context(context); // as the driver does, but not for a pool's memory
+    DONE(release(&call, ptr, false, NULL));
 }
 
 API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t size, void *handle) {
@@ -116,7 +132,9 @@ API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t size, void *handle) {
     TRY(stream_resolve(&call, handle, &stream));
     TRY(capture_refuse(&call, stream));
     if (!S.device[stream->context->device].attribute[115]) DONE(NOT_SUPPORTED);
-    DONE(allocate(&call, stream->context, size, true, false, out));
+    TRY(allocate(&call, stream->context, size, true, false, out));
+    if (S.seed) block_find(*out)->born = queue_moment(stream);
+    DONE(OK);
 }
 
 API CUresult cuMemFreeAsync(CUdeviceptr ptr, void *handle) {
@@ -124,7 +142,7 @@ API CUresult cuMemFreeAsync(CUdeviceptr ptr, void *handle) {
     struct stream *stream;
     TRY(stream_resolve(&call, handle, &stream));
     TRY(capture_refuse(&call, stream));
-    DONE(release(&call, ptr, false));
+    DONE(release(&call, ptr, false, stream));
 }
 
 static CUresult host_alloc(struct call *call, void **out, size_t size) {
@@ -149,7 +167,7 @@ API CUresult cuMemHostAlloc(void **out, size_t size, unsigned flags) {
 
 API CUresult cuMemFreeHost(void *ptr) {
     TRACED("cuMemFreeHost", .src = (uintptr_t)ptr);
-    DONE(release(&call, (uintptr_t)ptr, true));
+    DONE(release(&call, (uintptr_t)ptr, true, NULL));
 }
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {

@@ -229,6 +229,9 @@ static CUresult check_pointers(struct call *call, const struct stream *stream, c
         if (!ptr) continue;
         struct block *block = block_find(ptr);
         if (!block) block = block_touching(ptr);
+        if (block && S.as_of && !queue_passed(block->born))
+            return fake_misuse(call, ILLEGAL_ADDRESS, "%s: parameter %d is used before its stream has reached the allocation",
+                               kernel->name, i);
         if (block && block_reachable(block, stream->context)) continue;
         if (block)
             return fake_misuse(call, ILLEGAL_ADDRESS, "%s: parameter %d is memory of device %d, out of reach of device %d",

@@ -50,6 +50,9 @@ CUresult fake_run(struct call *call, struct stream *stream, struct op *op) {
     case OP_HOST:
         op->function(op->argument);
         return OK;
+    case OP_FREE:
+        block_end(op->dst, call->record.call);
+        return OK;
     case OP_LAUNCH:
         return run_launch(call, stream, op);
     }
@@ -59,7 +62,8 @@ CUresult fake_run(struct call *call, struct stream *stream, struct op *op) {
 CUresult fake_enqueue(struct call *call, struct stream *stream, struct op *op) {
     if (stream->capture) return capture_add(call, stream, op);
     CUresult code = capture_implicit(call, stream);
-    return code ? code : fake_run(call, stream, op);
+    if (code) return code;
+    return S.seed ? queue_add(call, stream, op) : fake_run(call, stream, op);
 }
 
 // ---------------------------------------------------------------- streams
@@ -123,13 +127,17 @@ API CUresult cuStreamDestroy_v2(void *handle) {
 API CUresult cuStreamSynchronize(void *handle) {
     TRACED("cuStreamSynchronize", .stream = (uintptr_t)handle);
     STREAM(handle);
-    DONE(capture_refuse(&call, stream));
+    TRY(capture_refuse(&call, stream));
+    DONE(queue_finish(stream));
 }
 
 API CUresult cuStreamQuery(void *handle) {
     QUERY("cuStreamQuery", .stream = (uintptr_t)handle);
     STREAM(handle);
-    DONE(capture_refuse(&call, stream));
+    TRY(capture_refuse(&call, stream));
+    queue_progress();
+    TRY(stream->context->sticky);
+    DONE(stream->first ? NOT_READY : OK);
 }
 
 API CUresult cuStreamGetCtx(void *handle, struct context **out) {
@@ -236,12 +244,16 @@ API CUresult cuStreamWaitEvent(void *handle, struct event *event, unsigned flags
 
 API CUresult cuEventSynchronize(struct event *event) {
     TRACED("cuEventSynchronize", .src = (uintptr_t)event);
-    DONE(event_resolve(&call, event));
+    TRY(event_resolve(&call, event));
+    DONE(queue_finish_moment(event->context, event->latest));
 }
 
 API CUresult cuEventQuery(struct event *event) {
     QUERY("cuEventQuery");
-    DONE(event_resolve(&call, event));
+    TRY(event_resolve(&call, event));
+    queue_progress();
+    TRY(event->context->sticky);
+    DONE(queue_passed(event->latest) ? OK : NOT_READY);
 }
 
 API CUresult cuEventElapsedTime_v2(float *milliseconds, struct event *start, struct event *end) {
@@ -249,6 +261,7 @@ API CUresult cuEventElapsedTime_v2(float *milliseconds, struct event *start, str
     TRY(event_resolve(&call, start));
     TRY(event_resolve(&call, end));
     if ((start->flags | end->flags) & 2) MISUSE(INVALID_HANDLE, "an event was made without timing");
+    if (!queue_passed(start->latest) || !queue_passed(end->latest)) DONE(NOT_READY);
     if (!start->recorded || !end->recorded) MISUSE(INVALID_HANDLE, "an event was never recorded");
     *milliseconds = (float)((int64_t)(end->nanoseconds - start->nanoseconds) * 1e-6);
     DONE(OK);

@@ -1,0 +1,270 @@
+"""Every driver call of every public operation fails once: see fault_runs.py for what must hold then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from decoding import OPTIONS, TRUE, WRONG, Lane
+from fault_runs import ATTENTION, Quick, Run, Stage, sweep
+from standin import StandIn
+
+from memra_driver import capi, ops
+from memra_driver.batch import CacheBatch
+from memra_driver.round import Round
+
+pytestmark = pytest.mark.standin
+MakeDev = Callable[..., Any]
+Prepare = Callable[[Stage], Run]
+
+
+def after(s: Stage, *before: str, then: str, il: int, **more: Any) -> Run:
+    """`then`, behind other operations of the same step."""
+    for name in before:
+        s.op(name, il, **more)()
+    return s.op(then, il, **more)
+
+
+def kept(s: Stage, made: Callable[[], Any]) -> Run:
+    return lambda: s.keep.append(made())
+
+
+def tapped(s: Stage) -> Run:
+    s.cache.arm_taps(s.devices[-1], [3, 2], 4, 8)
+    return s.op("tap_write", 3)
+
+
+def parked(s: Stage, again: bool) -> Run:
+    row = s.row()
+    if again:
+        s.cache.park_logits(s.devices[-1], row)
+    return lambda: s.cache.park_logits(s.devices[-1], row)
+
+
+def opened(s: Stage, end: Callable[[Round], Any], rows: int = 3) -> Run:
+    r = s.round(rows)
+    return lambda: end(r)
+
+
+def from_device(s: Stage, accept: int) -> Run:
+    count = s.devices[-1].htod_i32([accept])
+    s.keep.append(count)
+    return opened(s, lambda r: r.commit_from_device(count))
+
+
+def unsettled(s: Stage) -> Run:
+    from_device(s, 2)()
+    return lambda: s.cache.settle(s.e)
+
+
+def in_round(s: Stage, run: Run) -> Run:
+    s.round()
+    return run
+
+
+def in_step(s: Stage, run: Run) -> Run:
+    s.lane(2, WRONG).run(s.cache, calls=Quick())
+    return run
+
+
+def swapped(s: Stage, which: int) -> None:
+    """Lets layers 0 .. which-1 stand in their other buffer."""
+    for layer in list(filter(None, s.cache.recur))[:which]:
+        layer.swap()
+
+
+def dequantised(s: Stage) -> Run:
+    e = s.cache.kv[3].owner
+    k, v = e.uninit(128), e.uninit(128)
+    s.keep += [k, v]
+    return lambda: ops.dequant_kv(e, s.cache, 3, 1, 3, k, v)
+
+
+# On one device, and where they may span them on two.
+CHANGES: dict[str, Prepare] = {
+    "append_kv": lambda s: s.op("append_kv", 3),
+    "attend": lambda s: after(s, "append_kv", then="attend", il=3),
+    "dequant_kv": dequantised,
+    "conv_update": lambda s: s.op("conv_update", 2),
+    "gdn_prep": lambda s: after(s, "conv_update", then="gdn_prep", il=2),
+    "gdn_scan": lambda s: after(s, "conv_update", "gdn_prep", then="gdn_scan", il=2),
+    "recur_step": lambda s: s.op("recur_step", 2),
+    "tap_write": tapped,
+    "arm_taps": lambda s: lambda: s.cache.arm_taps(s.devices[-1], [2], 3, 8),
+    "disarm_taps": lambda s: (s.cache.arm_taps(s.devices[-1], [2], 3, 8), s.cache.disarm_taps)[1],
+    "park_logits": lambda s: parked(s, again=False),
+    "park_logits again": lambda s: parked(s, again=True),
+    "take_logits": lambda s: (parked(s, again=False)(), lambda: s.cache.take_logits(s.devices[-1]))[1],
+    "snapshot": lambda s: kept(s, lambda: s.cache.snapshot(s.e)),
+    "snapshot, mixed": lambda s: (swapped(s, 1), kept(s, lambda: s.cache.snapshot(s.e)))[1],
+    "snapshot_into": lambda s: lambda: s.cache.snapshot_into(s.e, s.snap),
+    "snapshot_into, mixed": lambda s: (swapped(s, 1), lambda: s.cache.snapshot_into(s.e, s.snap))[1],
+    "rollback": lambda s: lambda: s.cache.rollback(s.e, s.snap, 0),
+    "rollback, accept": lambda s: lambda: s.cache.rollback(s.e, s.snap, 2),
+    "rollback, mixed": lambda s: (swapped(s, 1), lambda: s.cache.rollback(s.e, s.snap, 1))[1],
+    "rollback in a step": lambda s: in_step(s, lambda: s.cache.rollback(s.e, s.snap, 3)),
+    "rollback in a round": lambda s: in_round(s, lambda: s.cache.rollback(s.e, s.snap, 1)),
+    "advance": lambda s: (s.lane(1).run(s.cache, calls=Quick()), lambda: s.cache.advance(s.e))[1],
+    "advance alone": lambda s: lambda: s.cache.advance(s.e, 2),
+    "reset": lambda s: lambda: s.cache.reset(s.e),
+    "reset in a round": lambda s: in_round(s, lambda: s.cache.reset(s.e)),
+    "sync_d": lambda s: lambda: s.cache.sync_d(s.e),
+    "health": lambda s: lambda: s.cache.health(),
+    "clear_health": lambda s: lambda: s.cache.clear_health(),
+    "digest": lambda s: lambda: s.cache.digest(),
+    "report": lambda s: lambda: s.cache.report(),
+    "round": lambda s: Round(s.cache, s.e, width=3).__enter__,
+    "append_kv in a round": lambda s: (Round(s.cache, s.e, width=3).__enter__(), s.op("append_kv", 1))[1],
+    "conv_update in a round": lambda s: (Round(s.cache, s.e, width=3).__enter__(), s.op("conv_update", 0))[1],
+    "commit all": lambda s: opened(s, lambda r: r.commit(3)),
+    "commit some": lambda s: opened(s, lambda r: r.commit(2)),
+    "commit none": lambda s: opened(s, lambda r: r.commit(0)),
+    "commit_from_device": lambda s: from_device(s, 2),
+    "settle": unsettled,
+    "reject": lambda s: opened(s, lambda r: r.reject()),
+    "prepare_replay": lambda s: (swapped(s, 2), lambda: s.cache.prepare_replay(s.e))[1],
+    "prepare_replay at home": lambda s: lambda: s.cache.prepare_replay(s.e),
+}
+
+def steps(s: Stage, caches: Sequence[Any] | None = None, *, capture: Any = None) -> Callable[[], Any]:
+    """Records a step of one row of each cache, once the device has room for its attention."""
+    caches = [s.cache] if caches is None else caches
+    for player in (s.player, *s.mates):
+        s.step(player, 1)
+    lanes = [Lane(cache, 1).fill((cache.pos, [TRUE])) for cache in caches]
+    s.keep += lanes
+
+    def record() -> Any:
+        with (s.e.capture() if capture is None else capture(s.e)) as graph:
+            for cache, lane in zip(caches, lanes, strict=True):
+                lane.run(cache, calls=Quick())
+                cache.advance(s.e)
+        return graph
+
+    return record
+
+
+def launched(s: Stage, record: Callable[[], Any], which: int = 0) -> Run:
+    graph = record()
+    s.keep.append(graph)
+    swapped(s, which)
+    return graph.launch
+
+
+def rounds(s: Stage, *, capture: Any = None) -> Callable[[], Any]:
+    """Records a round whose count is on the device."""
+    lane, number = s.lane(2), s.e.htod_i32([1])
+    s.keep.append(number)
+
+    def record() -> Any:
+        with (s.e.capture() if capture is None else capture(s.e)) as graph, Round(s.cache, s.e, width=2) as r:
+            lane.run(s.cache, calls=Quick())
+            r.commit_from_device(number)
+        return graph
+
+    return record
+
+
+def batched(s: Stage, *ops_: str, il: int) -> Run:
+    """The last of these operations, over a batch of two; the others come before it."""
+    batch = CacheBatch([s.cache, s.mate()])
+    lane = Lane(batch, 2).fill((s.cache.pos, [TRUE] * 2), (2, [TRUE] * 2))
+    s.keep += [batch, lane]
+    *before, last = [s.op(name, il, cache=batch, lane=lane) for name in ops_]
+    for run in before:
+        run()
+    return last
+
+
+def advanced(s: Stage) -> Run:
+    batched(s, "append_kv", il=1)()
+    batch = next(each for each in s.keep if isinstance(each, CacheBatch))
+    return lambda: batch.advance(s.e, 2)
+
+
+def uploaded(s: Stage) -> Run:
+    """A batch whose table is out of date."""
+    run = batched(s, "append_kv", il=1)
+    swapped(s, 2)
+    return run
+
+
+ALONE: dict[str, Prepare] = {
+    "capture": lambda s: kept(s, steps(s)),
+    "capture of a round": lambda s: kept(s, rounds(s)),
+    "capture of two": lambda s: kept(s, steps(s, [s.cache, s.mate()])),
+    "graph launch": lambda s: launched(s, steps(s)),
+    "graph launch, states away": lambda s: launched(s, steps(s), which=2),
+    "graph launch of a round": lambda s: launched(s, rounds(s)),
+    "graph launch of two": lambda s: launched(s, steps(s, [s.cache, s.mate()]), which=1),
+    "batch": lambda s: kept(s, partial(CacheBatch, [s.cache, s.mate()])),
+    "append_kv of a batch": lambda s: batched(s, "append_kv", il=1),
+    "append_kv of a batch, uploaded": uploaded,
+    "attend of a batch": lambda s: batched(s, "append_kv", "attend", il=1),
+    "conv_update of a batch": lambda s: batched(s, "conv_update", il=0),
+    "gdn_scan of a batch": lambda s: batched(s, "conv_update", "gdn_prep", "gdn_scan", il=0),
+    "advance of a batch": advanced,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [*((name, n) for name in CHANGES for n in (1, 2)), *((name, 1) for name in ALONE)]
+)
+def test_each_call(make_dev: MakeDev, standin: StandIn, count: Any, name: str, devices: int) -> None:
+    stage = Stage(make_dev, standin, devices=devices)
+    count("fault points", sweep(stage, (CHANGES | ALONE)[name], several="of two" in name))
+    stage.close()
+
+
+@pytest.mark.parametrize("name", ["settle", "digest"])
+def test_each_call_of_what_a_strict_cache_waits_for(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+    stage = Stage(make_dev, standin, options=replace(OPTIONS, strict=True))
+    count("fault points", sweep(stage, (CHANGES | ALONE)[name]))
+    stage.close()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_call_of_truncate(make_dev: MakeDev, standin: StandIn, count: Any, devices: int) -> None:
+    stage = Stage(make_dev, standin, devices=devices, cfg=ATTENTION)
+    count("fault points", sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3)))
+    stage.close()
+
+
+@pytest.mark.parametrize("name", ["snapshot", "rollback, accept", "reset", "clear_health"])
+@pytest.mark.parametrize("pools", [True, False], ids=["pools", "no-pools"])
+def test_each_call_where_every_plane_is_an_allocation(
+    make_dev: MakeDev, standin: StandIn, count: Any, pools: bool, name: str
+) -> None:
+    standin.set_attribute(0, 115, int(pools))
+    stage = Stage(make_dev, standin, arena=False)
+    count("fault points", sweep(stage, CHANGES[name]))
+    stage.close()
+
+
+# What the library has functions of its own for.
+
+OF_THE_LIBRARY: dict[str, Prepare] = {
+    "memra_snapshot_new": lambda s: kept(s, lambda: capi.calls.snapshot(s.cache)),
+    "memra_snapshot_new, mixed": lambda s: (swapped(s, 1), kept(s, lambda: capi.calls.snapshot(s.cache)))[1],
+    "memra_arm_taps": lambda s: lambda: capi.calls.arm_taps(s.cache, [2], 3, 8),
+    "memra_capture": lambda s: kept(s, steps(s, capture=capi.calls.capture)),
+    "memra_capture of a round": lambda s: kept(s, rounds(s, capture=capi.calls.capture)),
+    "memra_capture of two": lambda s: kept(s, steps(s, [s.cache, s.mate()], capture=capi.calls.capture)),
+    "memra_graph_launch": lambda s: launched(s, steps(s, capture=capi.calls.capture)),
+    "memra_graph_launch of a round": lambda s: launched(s, rounds(s, capture=capi.calls.capture)),
+    "memra_graph_launch, states away": lambda s: launched(s, steps(s, capture=capi.calls.capture), which=2),
+    "memra_graph_launch of two": lambda s: launched(
+        s, steps(s, [s.cache, s.mate()], capture=capi.calls.capture), which=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+@pytest.mark.parametrize("cuda_kind", ["c"], indirect=True)
+def test_each_call_of_the_library(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+    stage = Stage(make_dev, standin)
+    count("fault points", sweep(stage, OF_THE_LIBRARY[name], several="of two" in name))
+    stage.close()
