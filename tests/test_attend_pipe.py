@@ -49,8 +49,10 @@ def assert_rows_stand_alone(dev: Any, args: dict[str, Any]) -> None:
         assert_same_bits(attend(dev, row_alone(args, row)).out[0], together[row])
 
 
-@pytest.mark.parametrize("formats", PAIRS)
-@pytest.mark.parametrize(("heads", "dims"), SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "dims", "formats"),
+    [*((*shape, PAIRS[i % len(PAIRS)]) for i, shape in enumerate(SHAPES)), *((*SHAPES[1], pair) for pair in PAIRS)],
+)
 def test_every_shape_is_that_of_float64_and_its_rows_stand_alone(
     dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair
 ) -> None:
@@ -66,7 +68,7 @@ def test_every_shape_is_that_of_float64_and_its_rows_stand_alone(
 def test_inputs_made_to_break_it_stay_close_and_rows_stand_alone(
     dev: Any, rng: np.random.Generator, tamper: Tamper, formats: Pair
 ) -> None:
-    args = attend_args(rng, 2, 200, heads=(6, 2), dims=(128, 128), formats=formats, tamper=tamper)
+    args = attend_args(rng, 2, 200, heads=(3, 1), dims=(256, 256), formats=formats, tamper=tamper)
     assert_close(attend(dev, args).out, args)
     assert_rows_stand_alone(dev, args)
 
@@ -82,7 +84,10 @@ def test_rows_may_stand_on_both_sides_of_the_edge_of_a_stage(
     assert_rows_stand_alone(dev, args)
 
 
-@pytest.mark.parametrize(("pos", "window"), [(GROUP_ROUND - 2, 0), (GROUP_ROUND + 40, 8300), (2 * GROUP_ROUND - 1, 0)])
+@pytest.mark.parametrize(
+    ("pos", "window"),
+    [(GROUP_ROUND - 1, 0), (GROUP_ROUND + 40, 8300), pytest.param(2 * GROUP_ROUND - 1, 0, marks=pytest.mark.gpu)],
+)
 def test_groups_may_take_several_tiles(dev: Any, rng: np.random.Generator, pos: int, window: int) -> None:
     args = attend_args(rng, 2, pos, heads=(4, 4), window=window, tamper=growing)
     assert_close(attend(dev, args).out, args)
