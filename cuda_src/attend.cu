@@ -135,7 +135,7 @@ static __device__ void weigh(const Shared& s, const Work& work, int dim, int str
     }
 }
 
-// q (n_seqs, rows, n_head, head_dim_k). part (n_seqs, rows, n_head, GROUPS, head_dim_v + 2): sum, maximum, weight of a group.
+// q (n_seqs, rows, n_head, head_dim_k). part (n_seqs, rows, n_head, GROUPS, head_dim_v + TAIL): sum, maximum, weight of a group.
 // Blocks: group, then K/V head, then chunk of columns, then sequence.
 template <int MT, int NT>
 static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot,
@@ -189,7 +189,7 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     }
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int entry = head_dim_v + 2;
+    const int entry = head_dim_v + TAIL;
     part += (long long)seq * rows * n_head * GROUPS * entry;
     for (int n = 0; n < NT; n++) {
         for (int i = 0; i < 4; i++) {

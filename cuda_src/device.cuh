@@ -194,6 +194,19 @@ __device__ inline float memra_warp_max(float x) {
     return x;
 }
 
+// The largest of the warp's integers.
+__device__ inline unsigned memra_warp_max_u32(unsigned x) {
+#if MEMRA_PTX
+    asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(x));
+#else
+    for (int apart = 16; apart > 0; apart >>= 1) {
+        const unsigned other = __shfl_xor_sync(MEMRA_ALL_LANES, x, apart);
+        x = other > x ? other : x;
+    }
+#endif
+    return x;
+}
+
 // The lowest lane of a ballot; 0 for an empty one.
 __device__ inline int memra_lowest_lane(unsigned ballot) { return ballot ? __ffs((int)ballot) - 1 : 0; }
 

@@ -121,11 +121,14 @@ enum memra_kernel {
     MEMRA_K_SET_COUNTERS, MEMRA_K_COMMIT_COUNTERS, MEMRA_K_ADVANCE_BATCH, MEMRA_K_COPY_MANY, MEMRA_K_COPY_ROWS,
     MEMRA_K_ATTEND_64, MEMRA_K_ATTEND_128, MEMRA_K_ATTEND_192, MEMRA_K_ATTEND_256,
     MEMRA_K_ATTEND_512, MEMRA_K_ATTEND_64_WIDE, MEMRA_K_ATTEND_128_WIDE, MEMRA_K_ATTEND_192_WIDE,
-    MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_COMBINE, MEMRA_N_KERNELS
+    MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_PIPE_64_8, MEMRA_K_ATTEND_PIPE_64_16, MEMRA_K_ATTEND_PIPE_64_32,
+    MEMRA_K_ATTEND_PIPE_128_8, MEMRA_K_ATTEND_PIPE_128_16, MEMRA_K_ATTEND_PIPE_128_24, MEMRA_K_ATTEND_PIPE_256_8,
+    MEMRA_K_ATTEND_COMBINE, MEMRA_N_KERNELS
 };
 extern const char *const memra_kernel_names[MEMRA_N_KERNELS];
 /* After loading: refused where its parameters are others than ours; attend gets the shared memory that it needs. */
 int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device);
+bool memra_kernel_serves(enum memra_kernel k, int32_t arch);  /* false: it works on another architecture only */
 int memra_kernel_loaded(const memra_device *device, enum memra_kernel k);  /* MEMRA_ERR_UNSUPPORTED where it is not */
 
 typedef struct memra_scratch {  /* attention's partial sums; older, smaller buffers stay since graphs hold them */

@@ -21,21 +21,36 @@ enum {
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
+    ATTEND_TAIL = 4,                   /* f32 behind the values of a partial sum */
     ATTEND_THREADS = 128,
     ATTEND_NARROW = 8,                 /* columns of an attend block, */
     ATTEND_WIDE = 32,                  /* and of a wide one */
-    ATTEND_SHARED_BYTES = 99 << 10     /* the smallest limit of a block among GPUs from sm_80 on */
+    ATTEND_SHARED_BYTES = 99 << 10,    /* the smallest limit of a block among GPUs from sm_80 on */
+    PIPE_ARCH = 90,                    /* the only one that attend_pipe works on */
+    PIPE_WARPS = 8,                    /* that compute; one more brings K and V */
+    PIPE_SHARED_BYTES = 227 << 10,     /* all that a block of sm_90 can have */
+    PIPE_STAGE_BYTES = 70 << 10        /* of K and V at most, where a stage can be smaller */
 };
 
 const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "recur_step_32",
     "recur_step_64", "recur_step_128", "recur_step_256", "set_counters",
     "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
-    "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide", "attend_combine",
+    "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide",
+    "attend_pipe_64_8", "attend_pipe_64_16", "attend_pipe_64_32", "attend_pipe_128_8", "attend_pipe_128_16",
+    "attend_pipe_128_24", "attend_pipe_256_8", "attend_combine",
 };
 
+static bool is_pipe(enum memra_kernel k) {
+    return k >= MEMRA_K_ATTEND_PIPE_64_8 && k <= MEMRA_K_ATTEND_PIPE_256_8;
+}
+
 static bool is_attend(enum memra_kernel k) {
-    return k >= MEMRA_K_ATTEND_64 && k <= MEMRA_K_ATTEND_256_WIDE;
+    return (k >= MEMRA_K_ATTEND_64 && k <= MEMRA_K_ATTEND_256_WIDE) || is_pipe(k);
+}
+
+bool memra_kernel_serves(enum memra_kernel k, int32_t arch) {
+    return !is_pipe(k) || arch == PIPE_ARCH;
 }
 
 /* A kernel's parameters in order: p a pointer, l a long long, i an int, f a float. */
@@ -68,7 +83,8 @@ int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device) 
         end = offset + size;
     }
     if (!is_attend(k)) return MEMRA_OK;
-    return MEMRA_CU(cuKernelSetAttribute, (MAX_DYNAMIC_SHARED_SIZE_BYTES, ATTEND_SHARED_BYTES, kernel, device));
+    const int n_bytes = is_pipe(k) ? PIPE_SHARED_BYTES : ATTEND_SHARED_BYTES;
+    return MEMRA_CU(cuKernelSetAttribute, (MAX_DYNAMIC_SHARED_SIZE_BYTES, n_bytes, kernel, device));
 }
 
 int memra_kernel_loaded(const memra_device *device, enum memra_kernel k) {
@@ -272,6 +288,57 @@ static int64_t attend_shared_bytes(int64_t columns, int64_t head_dim_k, int64_t 
     return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k / 32 + columns * (ATTEND_TILE + 2) + 1);
 }
 
+/* What decides, beside the GPU, which path serves attention: AttendGeometry in kernels.py. */
+typedef struct geometry {
+    int32_t n_head_kv, head_dim_k, head_dim_v;
+    int64_t k_tok_bytes, v_tok_bytes;
+    int32_t k_format, v_format;
+} geometry;
+
+static int32_t team_warps_of(const geometry *g) {
+    return g->n_head_kv == 1 ? 8 : g->n_head_kv == 2 ? 4 : g->n_head_kv <= 4 ? 2 : 1;
+}
+
+/* Bytes of a stage of one plane: four quarters that begin in lines of 128 bytes, and room to shift them. */
+static int64_t stage_bytes(int64_t tokens, int64_t tok_bytes) {
+    return 4 * ((tokens / 4 * tok_bytes + 127) / 128 * 128) + 128;
+}
+
+/* Whether shared memory has room for two stages of K and of V; struct Block in attend_pipe.cuh is its layout. */
+static bool pipe_fits(const geometry *g, int64_t columns) {
+    const int64_t heads = g->n_head_kv, team_warps = team_warps_of(g);
+    int64_t tokens = team_warps >= 4 ? 64 : 16 * team_warps;
+    while (tokens > 16 && tokens * (g->k_tok_bytes + g->v_tok_bytes) > PIPE_STAGE_BYTES) tokens /= 2;
+    const int64_t stages = stage_bytes(tokens, g->k_tok_bytes) + stage_bytes(tokens, g->v_tok_bytes);
+    const int64_t query = heads * columns / 8 * g->head_dim_k * (g->k_format == MEMRA_FP8 ? 32 : 16);
+    const int64_t weight = 2 * heads * (tokens / 16) * columns * 32, reals = 4 * columns * heads * (1 + team_warps);
+    return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768;
+}
+
+static bool packed_in_lines(const geometry *g, int32_t format, int64_t head_dim, int64_t tok_bytes) {
+    if (format < MEMRA_Q8_0 || format > MEMRA_FP8) return false;
+    return head_dim % 64 == 0 && tok_bytes % 16 == 0 &&
+           tok_bytes == g->n_head_kv * head_dim / MEMRA_BLOCK * memra_block_bytes(format);
+}
+
+/* The entry of attend_pipe; MEMRA_N_KERNELS where the portable path serves. */
+static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
+    static const struct {
+        int32_t width, columns; /* dims of V that a warp sums up, columns of a block */
+    } entries[] = {{64, 8}, {64, 16}, {64, 32}, {128, 8}, {128, 16}, {128, 24}, {256, 8}};
+    const size_t n_entries = sizeof entries / sizeof *entries;
+    if (g->n_head_kv > PIPE_WARPS || !packed_in_lines(g, g->k_format, g->head_dim_k, g->k_tok_bytes) ||
+        !packed_in_lines(g, g->v_format, g->head_dim_v, g->v_tok_bytes) || !pipe_fits(g, 8))
+        return MEMRA_N_KERNELS;
+    size_t e = 0;
+    while (e < n_entries && entries[e].width * team_warps_of(g) < g->head_dim_v) e++;
+    if (e == n_entries) return MEMRA_N_KERNELS;
+    while (entries[e].columns < n_columns && e + 1 < n_entries && entries[e + 1].width == entries[e].width &&
+           pipe_fits(g, entries[e + 1].columns))
+        e++;
+    return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_64_8 + (int)e);
+}
+
 int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
     int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
@@ -293,6 +360,14 @@ int memra_launch_attend(
     if (n_head_kv < 1 || n_head < n_head_kv || n_head % n_head_kv)
         return memra_fail(MEMRA_ERR_UNSUPPORTED, "attend: %d query heads over %d K/V heads", n_head, n_head_kv);
     const int64_t n_columns = times(rows, n_head / n_head_kv);
+    const geometry g = {n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format};
+    const enum memra_kernel pipe = device && device->arch == PIPE_ARCH ? pipe_entry(&g, n_columns) : MEMRA_N_KERNELS;
+    if (pipe != MEMRA_N_KERNELS) {
+        const int64_t all = times(n_seqs, n_columns), blocks = all > 0 ? ATTEND_GROUPS : all;
+        LAUNCH(pipe, ((launch_shape){blocks, 32 * PIPE_WARPS + 32, 1, PIPE_SHARED_BYTES, 0, 0}), &q, &k, &v, &pos_d, &slot, &rows, &max_ctx, &n_head, &n_head_kv, &head_dim_k,
+               &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale, &window, &part, &seqs, &n_seqs,
+               &health, &layer);
+    }
     const bool is_wide = n_columns > ATTEND_NARROW && entries[e].wide != entries[e].narrow &&
                          attend_shared_bytes(ATTEND_WIDE, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES;
     const int64_t columns = is_wide ? ATTEND_WIDE : ATTEND_NARROW;
@@ -308,13 +383,13 @@ int memra_launch_attend_combine(
     memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
     int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const int64_t blocks = times(times(n_seqs, rows), n_head);
-    LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, (unsigned)head_dim_v), &part, &out, &pos_d, &slot, &rows, &max_ctx,
+    const int64_t blocks = times(times(times(n_seqs, rows), n_head), parts(head_dim_v, 64));
+    LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, 384), &part, &out, &pos_d, &slot, &rows, &max_ctx,
            &n_head, &head_dim_v, &window, &seqs, &n_seqs, &health, &layer);
 }
 
 uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v) {
     const int64_t sums = times(times(n_seqs, rows), times(n_head, ATTEND_GROUPS));
-    const int64_t n_bytes = times(times(sums, (int64_t)head_dim_v + 2), 4);
+    const int64_t n_bytes = times(times(sums, (int64_t)head_dim_v + ATTEND_TAIL), 4);
     return n_bytes < 0 ? 0 : (uint64_t)n_bytes;
 }

@@ -73,7 +73,7 @@ static int load(memra_device *device, span image, int *n_found) {
     MEMRA_TRY(find_names(image, found));
     for (int k = 0; k < MEMRA_N_KERNELS; k++) {
         *n_found += found[k];
-        found[k] = found[k] && !device->kernels[k];
+        found[k] = found[k] && !device->kernels[k] && memra_kernel_serves((enum memra_kernel)k, device->arch);
         n_new += found[k];
     }
     if (!n_new) return MEMRA_OK;

@@ -21,7 +21,7 @@ from memra_driver.device import CudaEvent
 from memra_driver.errors import CapacityError, ConfigError, MemraError, StateError, UnsupportedError
 from memra_driver.interop import operand, same_stream
 from memra_driver.kvdev import CudaDev, HostDev
-from memra_driver.memory import Borrowed, Closing, CudaView, run_all
+from memra_driver.memory import Allocation, Borrowed, Closing, CudaView, run_all
 
 SLOTS = 2
 
@@ -36,31 +36,33 @@ class _Traffic:
     rows: list[int] = field(default_factory=lambda: [0] * SLOTS)
 
 
-class _Room:
-    """Bytes that a boundary keeps until it is closed: of a GPU, for its peers too, or page-locked ones of the host."""
+class _Unpooled:
+    """Where a boundary's bytes come from: of a GPU, for its peers too, or page-locked ones of the host.
 
-    def __init__(self, context: CudaContext, nbytes: int, *, pinned: bool) -> None:
-        context.bind_alive()
-        # Not from the memory pool: what is enabled between peers does not hold for that.
-        self.ptr = driver.mem_host_alloc(nbytes) if pinned else driver.mem_alloc(nbytes)
-        kind, free = ("pinned", driver.mem_free_host) if pinned else ("memory", driver.mem_free)
-        context._hold(kind, self.ptr, 0 if pinned else nbytes)
-        self._let_go = partial(context.let_go, kind, self.ptr, free)
-        self._end = weakref.finalize(self, _free_quietly, context, kind, self.ptr, free)
-        self._end.atexit = False
+    Not from the memory pool: what is enabled between peers does not hold for that.
+    """
 
-    def close(self) -> None:
-        if self._end.detach() and not in_a_fork():
-            self._let_go()
+    def __init__(self, context: CudaContext, other: CudaContext, *, pinned: bool) -> None:
+        self.context, self.pinned, self.kind = context, pinned, "pinned" if pinned else "memory"
+        self.used_by = context, other
 
+    def alloc_bytes(self, nbytes: int) -> int:
+        self.context.bind_alive()
+        ptr = driver.mem_host_alloc(nbytes) if self.pinned else driver.mem_alloc(nbytes)
+        self.context._hold(self.kind, ptr, 0 if self.pinned else nbytes)
+        return ptr
 
-def _free_quietly(context: CudaContext, kind: str, ptr: int, free: Any) -> None:
-    if in_a_fork():
-        return
-    try:
-        context.let_go(kind, ptr, free)
-    except MemraError as error:
-        context.record_error(error)
+    def free_bytes(self, ptr: int, nbytes: int) -> None:
+        if in_a_fork():
+            return
+        for context in self.used_by:  # the free is in no stream's order, and rows may still be on their way
+            if not context.is_closed and context.is_alive():
+                context.bind()
+                driver.ctx_synchronize()
+        self.context.let_go(self.kind, ptr, driver.mem_free_host if self.pinned else driver.mem_free)
+
+    def record_error(self, error: MemraError) -> None:
+        self.context.record_error(error)
 
 
 class Boundary(Closing):
@@ -73,8 +75,8 @@ class Boundary(Closing):
 
     In a capture of dev_a's or dev_b's a send or receive is recorded. A graph that sends and one that receives are
     launched in turn, the sender's first, with no eager rows under way; the n-th send or receive of a graph uses slot
-    n % 2, and one graph has at most two of each, unless it has both ends. A recorded receive ends with `release` in the
-    same capture. Close the graphs first.
+    n % 2, and one graph has at most two of each, unless it has both ends. What a capture has received is released when
+    it ends. Close the graphs first.
 
     Raises ConfigError (sizes), UnsupportedError (a GPU and the host, or devices of neither kind), DriverError.
     """
@@ -89,14 +91,14 @@ class Boundary(Closing):
         self.dev_a, self.dev_b, self.hidden, self.max_rows = dev_a, dev_b, hidden, max_rows
         self._slot_bytes = 4 * hidden * max_rows
         self._slots: Any = None
-        self._room: _Room | None = None
-        self._pinned: _Room | None = None
+        self._room: Allocation | None = None
+        self._pinned: Allocation | None = None
         self._events: list[CudaEvent] = []
         self._in_order = True
         self._closed = False
         self._eager = _Traffic()
         self._recorded: weakref.WeakKeyDictionary[Any, _Traffic] = weakref.WeakKeyDictionary()
-        self._recorded_rows: list[int | None] = [None] * SLOTS
+        self._sender: Any = None  # weakly, the graph that the last send was recorded in
         try:
             self._build()
         except BaseException:
@@ -110,10 +112,10 @@ class Boundary(Closing):
             self._slots = b.uninit(n)
         else:
             self.way = "peer" if a.context.enable_peer(b.context) else "staged"
-            self._room = _Room(b.context, 4 * n, pinned=False)
-            self._slots = Borrowed(b.memory, self._room.ptr, n)
+            self._room = Allocation(_Unpooled(b.context, a.context, pinned=False), 4 * n)
+            self._slots = Borrowed(b.memory, self._room.ptr, n, allocation=self._room)
         if self.way == "staged":
-            self._pinned = _Room(a.context, 4 * n, pinned=True)
+            self._pinned = Allocation(_Unpooled(a.context, b.context, pinned=True), 4 * n)
         if isinstance(a, CudaDev) and not (self.way == "same" and same_stream(a.stream.handle, b.stream.handle)):
             self._arrived = [self._event(a) for _ in range(SLOTS)]
             self._read = [self._event(b) for _ in range(SLOTS)]
@@ -155,9 +157,10 @@ class Boundary(Closing):
             self._push(slot, source.ptr, source.nbytes)
         traffic.rows[slot] = count
         traffic.sent += 1
-        if a.recording is not None:
-            a.recording.kept.append(self)
-            self._recorded_rows[slot] = count
+        graph = self._recording(a)
+        if graph is not None:
+            graph.kept.append(self)
+            self._sender = weakref.ref(graph)
 
     def receive(self) -> CudaView:
         """The rows that were sent first of those not yet received: f32, T * hidden elements on dev_b, in the slot.
@@ -169,7 +172,8 @@ class Boundary(Closing):
         b = self.dev_b
         traffic = self._traffic("receive", b)
         slot = traffic.received % SLOTS
-        if b.recording is None or b.recording is self.dev_a.recording:
+        graph = self._recording(b)
+        if graph is None or graph is self._recording(self.dev_a):
             if traffic.received == traffic.sent:
                 raise StateError("receive: no rows are under way; send some first")
             count = traffic.rows[slot]
@@ -181,8 +185,10 @@ class Boundary(Closing):
             self._pull(slot, 4 * self.hidden * count)
         traffic.received += 1
         traffic.released = traffic.received - 1
-        if b.recording is not None:
-            b.recording.kept.append(self)
+        if graph is not None:
+            graph.kept.append(self)
+            if traffic.received == 1:
+                graph.at_end.append(self.release)
         start = slot * self.max_rows * self.hidden
         received: CudaView = self._slots.view(start, start + count * self.hidden)
         return received
@@ -211,8 +217,8 @@ class Boundary(Closing):
                 waits.append(stream.synchronize)  # what is no memory of a pool is not freed in the order of a stream
             elif stream is self.dev_b.stream:
                 waits += [partial(stream.wait, event) for event in self._arrived]  # what was sent and never received
-        mine = (*self._events, *filter(None, [self._slots, self._room, self._pinned]))
-        run_all([*waits, *(each.close for each in mine)])
+        closes = [each.close for each in (*self._events, *filter(None, [self._slots]))]
+        run_all([*waits, *closes, *(room.free for room in filter(None, [self._room, self._pinned]))])
 
     def _push(self, slot: int, source: int, nbytes: int) -> None:
         """The sender's half: waits until the slot was read, fills it, says so. One context is bound for all of it."""
@@ -246,9 +252,15 @@ class Boundary(Closing):
             driver.event_record(self._read[slot].handle, b.stream.handle, self._flags(b))
             traffic.released = traffic.received
 
+    def _recording(self, e: Any) -> Any:
+        """The capture that takes what e is given; of two GPU devices on one stream, either's."""
+        both = (self.dev_a, self.dev_b) if self._in_order and isinstance(e, CudaDev) else (e,)
+        return next((each.recording for each in both if each.recording is not None), None)
+
     def _traffic(self, what: str, e: Any) -> _Traffic:
-        if e.recording is not None:
-            return self._recorded.setdefault(e.recording, _Traffic())
+        graph = self._recording(e)
+        if graph is not None:
+            return self._recorded.setdefault(graph, _Traffic())
         if isinstance(e, CudaDev):
             e.stream.refuse_in_capture(what)
         return self._eager
@@ -270,7 +282,8 @@ class Boundary(Closing):
         """The rows of the next receive of a graph that another graph sends to."""
         if traffic.received == SLOTS:
             raise StateError(f"receive: this graph receives {SLOTS} times already, and its sender has no more slots")
-        count = self._recorded_rows[traffic.received]
-        if count is None:
+        sender = None if self._sender is None else self._sender()
+        sent = None if sender is None or sender.is_closed else self._recorded[sender]
+        if sent is None or traffic.received >= sent.sent:
             raise StateError("receive: record the send first; its graph says how many rows there are")
-        return count
+        return sent.rows[traffic.received]

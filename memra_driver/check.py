@@ -32,6 +32,7 @@ from memra_driver.check_cases import (
 )
 from memra_driver.check_vectors import vector_cases
 from memra_driver.errors import ConfigError, DriverError, MemraError
+from memra_driver.kernels import KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kvdev import HostDev
 from memra_driver.memory import CudaSlice
 
@@ -118,8 +119,16 @@ def launch(e: Any, case: Case) -> dict[str, Array]:
             words = [[_address(slices, entry) for entry in row] for row in rows]
             put(name, np.array(words, np.uint64).reshape(-1))
         for kernel, args in case.launches:
-            e.launch(kernel, *(slices[each] if isinstance(each, str) else each for each in args.values()))
+            values = (slices[each] if isinstance(each, str) else each for each in args.values())
+            e.launch(_served(e, kernel, args), *values)
         return {name: slices[name].to_numpy() for name in case.arrays}
+
+
+def _served(e: Any, kernel: str, args: dict[str, Any]) -> str:
+    """The kernel, or what takes its place on a device that it is not made for."""
+    if KERNELS[kernel].arch in (None, e.arch):
+        return kernel
+    return attend_kernel(e.arch, AttendGeometry.of(args), args["rows"] * (args["n_head"] // args["n_head_kv"]))
 
 
 def _address(slices: dict[str, Any], entry: int | str) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from memra_driver.formats import FORMATS, K_FORMATS, V_FORMATS
 from memra_driver.kernels import recur_split
 from memra_driver.layout import HEALTH_BYTES
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
 
 Array = NDArray[Any]
 Args = dict[str, Any]
@@ -21,6 +21,7 @@ Rng = np.random.Generator
 PAIRS = [(k, v) for k in K_FORMATS for v in V_FORMATS]
 LAYER, SLOT = 5, 11  # of every launch that takes them
 ALONE: Args = {"seqs": None, "n_seqs": 1}  # no batch
+ONE_LAYER: Args = {"n_layers": 1, "x_apart": 0, "ring_apart": 0}
 
 
 # Inputs.
@@ -143,7 +144,7 @@ def attend_args(
 
 def partial_sums(rows: int, n_head: int, head_dim_v: int, fill: int = 0xFF) -> Array:
     """The scratch of attend, of which nobody has written any: every byte is `fill`, NaNs by default."""
-    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + 2) * 4, fill, np.uint8).view(np.float32)
+    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + ATTEND_TAIL) * 4, fill, np.uint8).view(np.float32)
 
 
 # Recurrent layers.
@@ -162,7 +163,7 @@ def rebuild_args(conv: Args, accept: int, **other: Any) -> Args:
     return {
         "x": conv["x"], "ring_old": conv["conv_state"], "conv_state": poison(conv["conv_state"].size),
         "accept_d": None, "accept": accept, "rows": conv["rows"], "conv_dim": conv["conv_dim"],
-        "d_conv": conv["d_conv"], "n_layers": 1, "x_apart": 0, "ring_apart": 0, "health": record(), "layer": LAYER,
+        "d_conv": conv["d_conv"], **ONE_LAYER, "health": record(), "layer": LAYER,
     } | other  # fmt: skip
 
 

@@ -24,9 +24,9 @@ from memra_driver.check_args import (
     spoil,
 )
 from memra_driver.check_case import TOLERANCE, Case, batch, single
-from memra_driver.kernels import ATTEND_TILE, attend_kernel
+from memra_driver.kernels import ATTEND_TILE, PIPE_ARCH, AttendGeometry, attend_kernel
 from memra_driver.oracle_formats import encode
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
 
 ATTEND_TOLERANCE = 2e-3
 
@@ -77,7 +77,7 @@ def args_of(rng: Rng, a: Attend) -> Args:
 
 def attend_case(a: Attend, args: Args, **other: Any) -> Case:
     """Both kernels, one behind the other."""
-    kernel = attend_kernel(*a.dims, a.rows * a.gqa)
+    kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), a.rows * a.gqa)
     first = single(a.title, kernel, args | other)
     second = single("", "attend_combine", args | other)
     first.launches += second.launches
@@ -90,13 +90,18 @@ def attend_case(a: Attend, args: Args, **other: Any) -> Case:
 
 def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
     cases = [Attend(pair, rows=rows) for pair in PAIRS for rows in (1, 5)]
-    shapes = [(64, 128, 3), (96, 96, 1), (128, 64, 16), (192, 128, 2), (64, 192, 4), (256, 256, 4), (64, 512, 2)]
+    shapes = [(64, 128, 3), (96, 96, 1), (128, 64, 16), (192, 128, 2), (64, 192, 4), (96, 256, 4), (64, 512, 2)]
     for k, v, gqa in shapes:
         cases += [Attend(PAIRS[0], (k, v), rows, 200, 1, gqa) for rows in (1, 4)]
+    cases += [Attend(pair, (256, 256), rows, 90, 2, 3) for pair in PAIRS for rows in (1, 5)]
+    for dims, heads_kv, gqa, all_rows in (((256, 256), 1, 8, (1, 2, 4)), ((128, 128), 8, 2, (1, 8, 12)),
+                                          ((64, 192), 8, 2, (1, 5))):  # fmt: skip
+        cases += [Attend(PAIRS[0], dims, rows, 100, heads_kv, gqa) for rows in all_rows]
     windows = ((0, 0), (63, 64), (130, 7), (128, 65))
     cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
     kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
     cases += [Attend(PAIRS[1], rows=2, pos=300, kind=kind) for kind in kinds]
+    cases += [Attend(PAIRS[1], (64, 64), 2, 300, 8, kind=kind) for kind in kinds]
     around = ATTEND_GROUPS * ATTEND_TILE  # the first groups get a second tile
     cases += [Attend(PAIRS[2], rows=3, pos=around - 1, heads_kv=1)]
     if not small:
@@ -113,21 +118,23 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
         made.title = f"{made.kernel} {where}"
         yield made
-    several = [Attend(PAIRS[0], rows=3, pos=pos) for pos in (0, 62, 200)]
-    members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
-    made = batch("3 rows for", attend_kernel(64, 64, 6), ("k", "v", "pos_d", "health"), ("q", "part"), members)
-    behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
-    made.launches += behind.launches
-    made.arrays |= behind.arrays
-    made.tolerance, made.loose = {"out": ATTEND_TOLERANCE}, ("part",)
-    yield made
+    for dims in ((64, 64), (128, 128)):
+        several = [Attend(PAIRS[0], dims, rows=3, pos=pos) for pos in (0, 62, 200)]
+        members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
+        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), 6)
+        made = batch("3 rows for", entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
+        behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
+        made.launches += behind.launches
+        made.arrays |= behind.arrays
+        made.tolerance, made.loose = {"out": ATTEND_TOLERANCE}, ("part",)
+        yield made
 
 
 def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
     """Partial sums of any groups; those without a key are NaN."""
     shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
     for rows, heads, dim, pos, window in shapes:
-        part = np.full((rows, heads, ATTEND_GROUPS, dim + 2), np.nan, np.float32)
+        part = np.full((rows, heads, ATTEND_GROUPS, dim + ATTEND_TAIL), np.nan, np.float32)
         for row in range(rows):
             last = pos + row
             tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
@@ -135,7 +142,7 @@ def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
             weight = rng.uniform(0.1, 64, (heads, len(groups), 1))
             most = rng.normal(0, 4, (heads, len(groups), 1))
             sums = rng.standard_normal((heads, len(groups), dim)) * weight
-            part[row][:, groups] = np.concatenate([sums, most, weight], axis=2)
+            part[row][:, groups, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
         args = {
             "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
             "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, **ALONE, "health": record(),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memra_driver.config import ModelConfig
-    from memra_driver.plan import CacheOptions, CachePlan
+    from memra_driver.plan import CachePlan
     from memra_driver.session import Outcome, Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -87,10 +87,12 @@ def plan(
     """Every byte of a cache before it exists, per plane and device. Formats follow MEMRA_KV_K and its kin."""
     from memra_driver.chart import plan_png
     from memra_driver.plan import CacheOptions, CachePlan
+    from memra_driver.pp import balance
 
     cfg = _model(model)
     options = CacheOptions(skip_mtp_state=skip_mtp_state, round_width=round_width)
-    priced = CachePlan(cfg, ctx, options=options, fence=_fence(fence, cfg, ctx, stages, options))
+    cuts = _fence(fence, cfg, stages) or balance(cfg, ctx, stages, options=options)
+    priced = CachePlan(cfg, ctx, options=options, fence=cuts)
     if png is not None:
         plan_png(png, model, cfg, ctx, priced.policy, priced.options)
     if as_json:
@@ -126,7 +128,7 @@ def run(
         "batch": batch, "graph": graph,
     }  # fmt: skip
     with _stages(stages or device) as devices:
-        session = Session(devices, cfg, ctx, fence=_fence(fence, cfg, ctx, len(devices)), **options)
+        session = Session(devices, cfg, ctx, fence=_fence(fence, cfg, len(devices)), **options)
         try:
             done = _watch(session, f"{model} on {', '.join(map(repr, session.devices))}", quiet=as_json)
             bandwidth = copy_bandwidth(devices[0])
@@ -318,15 +320,13 @@ def _stages(names: str) -> Iterator[list[Any]]:
         yield devices
 
 
-def _fence(
-    cuts: str, cfg: ModelConfig, ctx: int, stages: int, options: CacheOptions | None = None
-) -> tuple[int, ...]:
-    """What --fence says: auto is MEMRA_PP_STAGES and its kin where they ask for as many stages, else pp.balance."""
-    from memra_driver.pp import balance, pp_cuts
+def _fence(cuts: str, cfg: ModelConfig, stages: int) -> tuple[int, ...] | None:
+    """What --fence says: auto is MEMRA_PP_STAGES and its kin where they ask for as many stages, else None: balance."""
+    from memra_driver.pp import pp_cuts
 
     if cuts == "auto":
         asked = pp_cuts(cfg.n_trunk) if stages > 1 else None
-        return asked if asked is not None and len(asked) == stages + 1 else balance(cfg, ctx, stages, options=options)
+        return asked if asked is not None and len(asked) == stages + 1 else None
     numbers = [part.strip() for part in cuts.split(",")]
     if len(numbers) != stages - 1 or not all(number.isdecimal() for number in numbers):
         raise ConfigError(f"--fence {cuts}: {stages} stages take auto or {stages - 1} layer numbers")

@@ -8,7 +8,7 @@ was. The graph remembers which caches it moved and how far, and each launch move
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,7 @@ class Graph(Closing):
         self.moves: list[Move] = []
         self.batches: set[CacheBatch] = set()  # whose tables it reads
         self.kept: list[Any] = []  # the arrays that it reads and writes
+        self.at_end: list[Callable[[], None]] = []  # what ends the recording of a part that is not over by itself
         self.is_closed = False
         self._recording = True
 
@@ -184,6 +185,7 @@ class Graph(Closing):
         """Frees the graph; may be called twice."""
         self.is_closed = True
         self.kept.clear()
+        self.at_end.clear()
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -244,6 +246,8 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
         driver.stream_begin_capture(e.stream.handle)
         try:
             yield graph
+            while graph.at_end:
+                graph.at_end.pop()()
             e.context.bind_alive()  # the block may have worked on another device
             made = driver.stream_end_capture(e.stream.handle)
         except BaseException:

@@ -12,6 +12,7 @@ from typing import Any
 
 from memra_driver import driver, native, nvrtc
 from memra_driver.errors import MemraError
+from memra_driver.kernels import PIPE_ARCH
 
 
 def inventory() -> dict[str, Any]:
@@ -93,7 +94,9 @@ def _gpus() -> list[str]:
         device = driver.device_get(ordinal)
         major = driver.device_get_attribute("COMPUTE_CAPABILITY_MAJOR", device)
         minor = driver.device_get_attribute("COMPUTE_CAPABILITY_MINOR", device)
-        gpus.append(f"cuda:{ordinal} {driver.device_get_name(device)}, sm_{major}{minor}")
+        arch = f"sm_{major}{minor}"
+        path = "bulk copies where the geometry allows, else portable" if arch == PIPE_ARCH else "portable"
+        gpus.append(f"cuda:{ordinal} {driver.device_get_name(device)}, {arch}, attention: {path}")
     return gpus
 
 

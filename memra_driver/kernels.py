@@ -16,12 +16,13 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
+from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.memory import run_all
 from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
 
@@ -59,6 +60,17 @@ ATTEND_PARAMS = (
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
+# The path of attention for GPUs that copy in bulk: entries attend_pipe_W_C, by the dims of V that a warp sums up and
+# the columns of a block.
+PIPE_ARCH = "sm_90"
+_BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
+PIPE_COLUMNS = {64: (8, 16, 32), 128: (8, 16, 24), 256: (8,)}
+PIPE_ENTRIES = tuple(f"attend_pipe_{width}_{columns}" for width, all_ in PIPE_COLUMNS.items() for columns in all_)
+ATTEND_ENTRIES = (*ATTEND_COLUMNS, *PIPE_ENTRIES)
+PIPE_WARPS = 8  # that compute; one more brings K and V
+PIPE_SHARED_BYTES = 227 << 10  # all that a block of sm_90 can have
+PIPE_STAGE_BYTES = 70 << 10  # of K and V at most, where a stage can be smaller
+
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -76,6 +88,10 @@ def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
     chunks = _ceil_div(a["rows"] * (a["n_head"] // a["n_head_kv"]), columns)
     blocks = a["n_seqs"] * chunks * a["n_head_kv"] * ATTEND_GROUPS
     return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
+
+
+def _pipe_shape(a: dict[str, Any]) -> Shape:
+    return (ATTEND_GROUPS, 1, 1), (32 * PIPE_WARPS + 32, 1, 1), PIPE_SHARED_BYTES
 
 
 @functools.lru_cache
@@ -121,7 +137,8 @@ class Kernel:
     source: str
     declaration: str
     shape: Callable[[dict[str, Any]], Shape]
-    big_shared: bool = False  # may need more shared memory than a kernel gets without asking
+    shared_bytes: int = 0  # dynamic shared memory that it must have been allowed
+    arch: str | None = None  # the only one that it works on
 
     @functools.cached_property
     def params(self) -> tuple[tuple[str, str], ...]:
@@ -242,28 +259,80 @@ KERNELS: dict[str, Kernel] = {
         ),
         # Partial sums of attention by groups of key tiles; one entry per width of V, wide ones for many columns.
         *(
-            Kernel(name, "attend.cu", ATTEND_PARAMS, functools.partial(_attend_shape, columns), big_shared=True)
+            Kernel(name, "attend.cu", ATTEND_PARAMS, functools.partial(_attend_shape, columns), ATTEND_SHARED_BYTES)
             for name, columns in ATTEND_COLUMNS.items()
         ),
-        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + 2) -> out (n_seqs, rows, n_head, head_dim_v).
+        # The same sums, for a geometry that has a pipe_width; on PIPE_ARCH only.
+        *(
+            Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, PIPE_ARCH)
+            for name in PIPE_ENTRIES
+        ),
+        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
         Kernel(
             "attend_combine",
             "attend_combine.cu",
             "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
             " int n_head, int head_dim_v, int window, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"], a["head_dim_v"]),
+            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"] * _ceil_div(a["head_dim_v"], 64), 384),
         ),
     )
 }
 
 
-def attend_kernel(head_dim_k: int, head_dim_v: int, columns: int) -> str:
-    """The entry of attend for a width of V and a number of columns (rows * query heads per K/V head)."""
-    width = next(width for width in ATTEND_WIDTHS if head_dim_v <= width)
+class AttendGeometry(NamedTuple):
+    """What decides, beside the GPU, which path serves attention: nothing of a single call, whose bits depend on it."""
+
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    k_tok_bytes: int
+    v_tok_bytes: int
+    k_format: int
+    v_format: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> AttendGeometry:
+        """That of a launch with these arguments."""
+        return cls(*(arguments[name] for name in cls._fields))
+
+    @property
+    def pipe_width(self) -> int | None:
+        """Dims of V that a warp sums up on the path of sm_90; None where the portable one serves."""
+        k_plane = (self.k_tok_bytes, self.head_dim_k, self.k_format)
+        v_plane = (self.v_tok_bytes, self.head_dim_v, self.v_format)
+        for tok_bytes, dim, code in (k_plane, v_plane):
+            packed = self.n_head_kv * dim // BLOCK * _BLOCK_BYTES.get(code, 0)
+            if dim % 64 or tok_bytes != packed or tok_bytes % 16 or tok_bytes < 1:
+                return None
+        if self.n_head_kv > PIPE_WARPS or not self.pipe_fits(8):
+            return None
+        return next((w for w in PIPE_COLUMNS if w * (PIPE_WARPS // self.n_head_kv) >= self.head_dim_v), None)
+
+    def pipe_fits(self, columns: int) -> bool:
+        """Whether shared memory has room for two stages of K and of V, laid out as struct Block in attend_pipe.cuh."""
+        heads, team_warps = self.n_head_kv, 1 << (PIPE_WARPS // self.n_head_kv).bit_length() - 1
+        tokens = min(64, 16 * team_warps)
+        while tokens > 16 and tokens * (self.k_tok_bytes + self.v_tok_bytes) > PIPE_STAGE_BYTES:
+            tokens //= 2
+        stages = sum(4 * 128 * _ceil_div(tokens // 4 * b, 128) + 128 for b in (self.k_tok_bytes, self.v_tok_bytes))
+        query = heads * columns // 8 * self.head_dim_k * (32 if self.k_format == FORMATS["fp8"].code else 16)
+        weight = 2 * heads * (tokens // 16) * columns * 32
+        reals = 4 * columns * heads * (1 + team_warps)
+        return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
+
+
+@functools.lru_cache(maxsize=1024)
+def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
+    """The entry of attend for an arch, a geometry, and a number of columns (rows * query heads per K/V head)."""
+    width = geometry.pipe_width if arch == PIPE_ARCH else None
+    if width is not None:
+        fit = [c for c in PIPE_COLUMNS[width] if geometry.pipe_fits(c)]
+        return f"attend_pipe_{width}_{next((c for c in fit if c >= columns), fit[-1])}"
+    width = next(width for width in ATTEND_WIDTHS if geometry.head_dim_v <= width)
     narrow, wide = f"attend_{width}", f"attend_{width}_wide"
-    fits = wide in ATTEND_COLUMNS and attend_shared_bytes(32, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES
-    return wide if columns > 8 and fits else narrow
+    shared_bytes = attend_shared_bytes(32, geometry.head_dim_k, geometry.head_dim_v)
+    return wide if columns > 8 and wide in ATTEND_COLUMNS and shared_bytes <= ATTEND_SHARED_BYTES else narrow
 
 
 _CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
@@ -391,11 +460,12 @@ class KernelSet:
 
     def load_all(self) -> None:
         """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""
-        missing = {kernel.source for kernel in KERNELS.values()} - self._libraries.keys()
+        served = [kernel for kernel in KERNELS.values() if kernel.arch in (None, self.arch)]
+        missing = {kernel.source for kernel in served} - self._libraries.keys()
         for source, cubin in nvrtc.compile_sources(sorted(missing), self.arch).items() if missing else ():
             self._libraries[source] = driver.library_load_data(cubin)
-        for name in KERNELS:
-            self.plan(name)
+        for kernel in served:
+            self.plan(kernel.name)
 
     def close(self) -> None:
         """Unloads everything; may be called twice. The work that uses it must have ended."""
@@ -411,8 +481,9 @@ class KernelSet:
             library = driver.library_load_data(nvrtc.compile_cubin(kernel.source, self.arch))
             self._libraries[kernel.source] = library
         plan = LaunchPlan(kernel, driver.library_get_kernel(library, kernel.name))
-        if kernel.big_shared:
-            driver.kernel_set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", ATTEND_SHARED_BYTES, plan.handle, self.device)
+        if kernel.shared_bytes:
+            limit = kernel.shared_bytes
+            driver.kernel_set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", limit, plan.handle, self.device)
         try:
             found = driver.kernel_get_param_info(plan.handle, len(plan.layout))
         except UnsupportedDriver:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from memra_driver import check
-from memra_driver.check_args import ALONE, Args, partial_sums, poison
+from memra_driver.check_args import ALONE, ONE_LAYER, Args, partial_sums, poison
 from memra_driver.check_case import Case, single
 from memra_driver.errors import KitError
 from memra_driver.formats import BLOCK, K_FORMATS, V_FORMATS
-from memra_driver.kernels import KERNELS, attend_kernel
+from memra_driver.kernels import KERNELS, PIPE_ARCH, AttendGeometry, attend_kernel
 from memra_driver.kit_files import NAMES, Entry, Kit, Writer, arrays_of, entries_of
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
@@ -29,14 +29,14 @@ SMALL_BYTES = 110_000  # of a case's arrays: what a small kit leaves out is larg
 MAX_SCRATCH_BYTES = 64 << 20
 NULLABLE = {"pos_d", "accept_d", "tape", "health"}  # and the scan's out
 GUARD = 3  # elements behind what dequant_kv writes, which stay
-INNER = ("part", "seqs", "n_seqs")
+INNER = ("part", *ALONE, *ONE_LAYER)  # how the work is put into launches, which is everyone's own affair
 
 
 def kernel_cases(writer: Writer, small: bool) -> Iterator[Entry]:
     """Records what the twins, the oracle of attention and the vectors say of every case."""
     for case in check.cases(small=small):
         op = _op(case.kernel)
-        if op not in FILES or case.tables:
+        if op not in FILES or case.tables or case.launches[0][1].get("n_layers", 1) > 1:
             continue
         n_bytes = sum(array.nbytes for name, array in case.arrays.items() if name != "part")
         if small and n_bytes > SMALL_BYTES and " vector " not in case.title:
@@ -86,12 +86,12 @@ def kernel_case(kit: Kit, entry: Entry) -> Case:
         if isinstance(value, str):
             arrays[name] = arrays[value]  # one piece of memory under two names
     tolerance = {each["name"]: each["tolerance"] for each in entries_of(entry, "out") if each["tolerance"]}
-    everything: Args = dict.fromkeys((*NULLABLE, "out")) | args | arrays | ALONE
+    everything: Args = dict.fromkeys((*NULLABLE, "out")) | args | arrays | ALONE | ONE_LAYER
     if op == "attend":
         everything["part"] = partial_sums(args["rows"], args["n_head"], args["head_dim_v"])
         if "out" not in wanted:
             everything["out"] = poison(args["rows"] * args["n_head"] * args["head_dim_v"])
-        kernel = attend_kernel(args["head_dim_k"], args["head_dim_v"], args["rows"] * _gqa(args))
+        kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), args["rows"] * _gqa(args))
         case = single(entry["id"], kernel, everything)
         behind = single("", "attend_combine", everything)
         case.launches += behind.launches

@@ -192,7 +192,8 @@ class CudaDev(_SliceDev):
             if self.stream.device != device:
                 raise DeviceMismatch(f"the stream given is of cuda:{self.stream.device}, not of cuda:{device}")
             self._owns_stream = self.stream is not stream
-            self.kernels = KernelSet(self.context.arch, driver.device_get(device))
+            self.arch = self.context.arch
+            self.kernels = KernelSet(self.arch, driver.device_get(device))
         except BaseException:
             if self._owns_context:
                 self.context.close()
@@ -315,6 +316,7 @@ class HostDev(_SliceDev):
     """Host memory and the NumPy twin of the kernels; every call has ended when it returns."""
 
     ordinal = -1
+    arch = "host"
 
     def __init__(self, *, arena: bool = True) -> None:
         self.arena = arena

@@ -24,21 +24,25 @@ from .errors import ArrayError, DriverError, ExportError, MemraError, StateError
 ALIGNMENT = 256  # bytes; the driver's allocations have it, host memory follows
 
 
-class Memory(Protocol):
-    """What a slice needs from the place where its bytes live. Addresses are ints, sizes are bytes, never 0."""
-
-    device: int  # ordinal of the GPU; -1 for host memory
+class Source(Protocol):
+    """Where bytes come from, and go back. Addresses are ints, sizes are bytes, never 0."""
 
     def alloc_bytes(self, nbytes: int) -> int: ...
     def free_bytes(self, ptr: int, nbytes: int) -> None: ...
+    def record_error(self, error: MemraError) -> None:
+        """Keeps an error of a finaliser, to be raised by a later call."""
+
+
+class Memory(Source, Protocol):
+    """What a slice needs from the place where its bytes live."""
+
+    device: int  # ordinal of the GPU; -1 for host memory
+
     def read(self, ptr: int, out: npt.NDArray[Any]) -> None:
         """Fills `out` from `ptr` and returns when it is filled."""
 
     def write(self, ptr: int, array: npt.NDArray[Any]) -> None:
         """Copies `array` to `ptr`, in order with the other work on this memory."""
-
-    def record_error(self, error: MemraError) -> None:
-        """Keeps an error of a finaliser, to be raised by a later call."""
 
     def lend(self, ptr: int, stream: int | None) -> None:
         """Memory of the allocation at `ptr` (0: of none) goes to a reader on `stream`, as DLPack writes it.
@@ -141,17 +145,17 @@ class HostMemory:
         return np.ndarray(length, kind, buffer=raw)
 
 
-def _free_quietly(memory: Memory, ptr: int, nbytes: int) -> None:
+def _free_quietly(memory: Source, ptr: int, nbytes: int) -> None:
     try:
         memory.free_bytes(ptr, nbytes)
     except MemraError as error:
         memory.record_error(error)
 
 
-class _Allocation:
+class Allocation:
     """Bytes of a memory, freed once: by `free`, or with the last object that holds this."""
 
-    def __init__(self, memory: Memory, nbytes: int) -> None:
+    def __init__(self, memory: Source, nbytes: int) -> None:
         self.memory, self.nbytes = memory, nbytes
         self.ptr = memory.alloc_bytes(nbytes)
         self._loan: weakref.ref[_Loan] | None = None
@@ -175,7 +179,7 @@ class _Allocation:
 class _Loan:
     __slots__ = ("__weakref__", "allocation")
 
-    def __init__(self, allocation: _Allocation) -> None:
+    def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
 
 
@@ -190,7 +194,7 @@ class CudaSlice(Closing):
     address with each eager scan. bf16 is exported as uint16, quantised planes as bytes.
     """
 
-    _allocation: _Allocation | None = None  # of an owner that is open and not empty
+    _allocation: Allocation | None = None  # of an owner that is open and not empty
 
     def __init__(self, memory: Memory, length: int, dtype: npt.DTypeLike = np.float32) -> None:
         kind, length = _plain(dtype), operator.index(length)
@@ -198,7 +202,7 @@ class CudaSlice(Closing):
             raise ArrayError(f"a slice of {length} elements")
         nbytes = length * kind.itemsize
         if nbytes:
-            self._allocation = _Allocation(memory, nbytes)
+            self._allocation = Allocation(memory, nbytes)
         self._describe(memory, self._allocation.ptr if self._allocation else 0, length, kind)
         self._open = [True]  # shared with the views, emptied by close(); longer once a view was closed alone
 
@@ -334,14 +338,22 @@ class CudaSlice(Closing):
 
 
 class Borrowed(CudaSlice):
-    """Elements at an address that someone else allocated and frees; `close()` closes this object only."""
+    """Elements at an address that someone else allocated and frees; `close()` closes this object only.
 
-    def __init__(self, memory: Memory, ptr: int, length: int, dtype: npt.DTypeLike = np.float32) -> None:
+    allocation: where they lie, kept as long as this is, its views and what readers have of it through DLPack.
+    """
+
+    def __init__(
+        self, memory: Memory, ptr: int, length: int, dtype: npt.DTypeLike = np.float32, *,
+        allocation: Allocation | None = None,
+    ) -> None:  # fmt: skip
         self._open = [True]
+        self._allocation = allocation
         self._describe(memory, ptr, length, _plain(dtype))
 
     def close(self) -> None:
         self._open.clear()
+        self._allocation = None
 
 
 class CudaView(CudaSlice):

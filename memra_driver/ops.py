@@ -30,7 +30,7 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
-from memra_driver.kernels import attend_kernel, recur_split
+from memra_driver.kernels import AttendGeometry, attend_kernel, recur_split
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
@@ -289,15 +289,18 @@ def attend(
         return
     at = cache.at(source)
     part = e.attend_scratch(at.n_seqs * attend_part_bytes(rows, heads, hv))
+    geometry = AttendGeometry(
+        layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format
+    )
     sums = (
-        queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads, layer.n_head_kv, hk, hv,
-        layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format, scale, width, part, at.seqs, at.n_seqs,
+        queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads, *geometry, scale, width, part,
+        at.seqs, at.n_seqs,
         at.health, il,
     )  # fmt: skip
     combined = (
         part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs, at.health, il,
     )  # fmt: skip
-    launches = [(attend_kernel(hk, hv, rows * gqa), sums), ("attend_combine", combined)]
+    launches = [(attend_kernel(e.arch, geometry, rows * gqa), sums), ("attend_combine", combined)]
     for name, args in launches:
         e.launch(name, *args)
     prepare(e, cache, "attend", il, (scale, window), given, source, None, rows, launches)

@@ -18,7 +18,7 @@ from memra_driver.oracle_formats import BF16, BLOCK_BYTES, F64, NAMES, Array, de
 Args = dict[str, Any]
 
 NONFINITE, SCALE_OVERFLOW, FP8_SATURATED, SLOT_RANGE, BAD_ACCEPT = range(5)
-TILE, GROUPS = 64, 132
+TILE, GROUPS, TAIL = 64, 132, 4
 
 
 # The error record.
@@ -229,7 +229,7 @@ def attend(a: Args) -> None:
     q = a["q"].astype(np.float64).reshape(rows, a["n_head_kv"], -1, a["head_dim_k"])
     finite = np.isfinite(a["q"].reshape(rows, heads, -1)).all(axis=2)
     report_rows(a, NONFINITE, first, ~finite)
-    part = a["part"].reshape(rows, heads, GROUPS, dim + 2)
+    part = a["part"].reshape(rows, heads, GROUPS, dim + TAIL)[..., : dim + 2]
     for row in range(rows):
         stop = first + row + 1
         start = max(0, stop - a["window"]) if a["window"] else 0
@@ -250,7 +250,7 @@ def attend_combine(a: Args) -> None:
     first, rows, heads, dim = position(a), a["rows"], a["n_head"], a["head_dim_v"]
     if first < 0 or first + rows > a["max_ctx"]:
         return
-    part = a["part"].astype(np.float64).reshape(rows, heads, GROUPS, dim + 2)
+    part = a["part"].astype(np.float64).reshape(rows, heads, GROUPS, dim + TAIL)
     for row in range(rows):
         last = first + row
         start = max(0, last - a["window"] + 1) if a["window"] else 0

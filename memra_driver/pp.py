@@ -8,6 +8,7 @@ warning, once each, and one stage. `balance` proposes one by what the caches of 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 from bisect import bisect_right
@@ -97,9 +98,8 @@ def balance(
     Raises ConfigError (n, free_bytes, or no such cut), OutOfMemory where a stage cannot fit whatever the fence.
     """
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= cfg.n_trunk:
-        raise ConfigError(f"{n} stages; a trunk of {cfg.n_trunk} layers has 1 .. {cfg.n_trunk}")
-    if free_bytes is not None and (len(free_bytes) != n or min(free_bytes) < 0):
-        raise ConfigError(f"free_bytes {list(free_bytes)}: {n} stages take as many sizes, none below 0")
+        raise ConfigError(f"{n!r} stages; a trunk of {cfg.n_trunk} layers has 1 .. {cfg.n_trunk}")
+    rooms = None if free_bytes is None else _sizes(free_bytes, n)
     plan = CachePlan(cfg, max_ctx, policy, options)
     sizes, cuts = _StageBytes(plan), [0, *_cuts(plan), cfg.n_trunk]
     if len(cuts) - 1 < n:
@@ -107,21 +107,32 @@ def balance(
 
     def load(stage: int, begin: int, end: int) -> Fraction:
         size = sizes.of(begin, end)
-        if free_bytes is None:
+        if rooms is None:
             return Fraction(size)
-        return Fraction(size, free_bytes[stage]) if free_bytes[stage] else Fraction(2**64)
+        return Fraction(size, rooms[stage]) if rooms[stage] else Fraction(2**64)
 
     fullest = _least(cuts, n, load, worst=True, limit=None)
     assert fullest is not None  # there are cuts enough
-    if free_bytes is not None and fullest[0] > 1:
+    if rooms is not None and fullest[0] > 1:
         total = sizes.of(0, cfg.n_trunk)
         raise OutOfMemory(
-            f"no fence of {n} stages fits: the cache takes {total} bytes, the devices have {list(free_bytes)} free;"
+            f"no fence of {n} stages fits: the cache takes {total} bytes, the devices have {rooms} free;"
             " lower max_ctx, choose smaller formats, or take more devices"
         )
     evenest = _least(cuts, n, load, worst=False, limit=fullest[0])
     assert evenest is not None  # the one before is among them
     return (*evenest[1][:-1], cfg.n_layer)
+
+
+def _sizes(free_bytes: Sequence[int], n: int) -> list[int]:
+    """n sizes as Python's own integers, which never overflow."""
+    try:
+        sizes = [operator.index(each) for each in free_bytes]
+    except TypeError:
+        sizes = []
+    if len(sizes) != n or min(sizes) < 0:
+        raise ConfigError(f"free_bytes {free_bytes!r}: {n} stages take as many whole numbers, none below 0")
+    return sizes
 
 
 class _StageBytes:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from memra_driver.formats import BLOCK
 from memra_driver.health import Fault
 from memra_driver.kernels import ATTEND_TILE
-from memra_driver.plan import ATTEND_GROUPS
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
 from memra_driver.reference_common import BY_CODE, F32, I32, U8, U64, batched, k_bytes, report, v_bytes
 
-TILE, GROUPS = ATTEND_TILE, ATTEND_GROUPS
+TILE, GROUPS, TAIL = ATTEND_TILE, ATTEND_GROUPS, ATTEND_TAIL
 FOLD = 11
 LOG2E = np.float32(1.4426950408889634)
 MINUS_INFINITY = np.float32(-np.inf)
@@ -42,14 +42,14 @@ def attend(
     head_dim_k: int, head_dim_v: int, k_tok_bytes: int, v_tok_bytes: int, k_format: int, v_format: int, scale: float,
     window: int, part: F32, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
 ) -> None:  # fmt: skip
-    """Partial sums (rows, n_head, GROUPS, head_dim_v + 2): weighted V, maximum (base 2), weight, of each group."""
+    """Partial sums (rows, n_head, GROUPS, head_dim_v + TAIL): weighted V, maximum (base 2), weight, of each group."""
     pos = slot if pos_d is None else int(pos_d[0])
     if pos < 0 or pos + rows > max_ctx:
         report(health, Fault.SLOT_RANGE, layer, pos, 1)
         return
     gqa = n_head // n_head_kv
     queries = q[: rows * n_head * head_dim_k].reshape(rows, n_head_kv, gqa, head_dim_k)
-    sums = part[: rows * n_head * GROUPS * (head_dim_v + 2)].reshape(rows, n_head_kv, gqa, GROUPS, head_dim_v + 2)
+    sums = _sums(part, head_dim_v, rows, n_head_kv, gqa)
     _report_queries(health, layer, pos, queries.reshape(rows, n_head, head_dim_k))
     factor = np.float32(scale) * LOG2E
     for row in range(rows):
@@ -69,6 +69,12 @@ def attend(
                 seen = (at <= pos + row) & (at >= first_key(pos + row, window))
                 if seen.any():
                     _add_tile(sums[row, :, :, tile % GROUPS], queries[row], keys, values, seen, factor)
+
+
+def _sums(part: F32, dim: int, *shape: int) -> F32:
+    """The partial sums (shape, GROUPS, dim + 2) that lie in part."""
+    used = part[: int(np.prod(shape)) * GROUPS * (dim + TAIL)]
+    return used.reshape(*shape, GROUPS, dim + TAIL)[..., : dim + 2]
 
 
 def _add_tile(
@@ -116,7 +122,7 @@ def attend_combine(
     pos = slot if pos_d is None else int(pos_d[0])
     if pos < 0 or pos + rows > max_ctx:
         return
-    sums = part[: rows * n_head * GROUPS * (head_dim_v + 2)].reshape(rows, n_head, GROUPS, head_dim_v + 2)
+    sums = _sums(part, head_dim_v, rows, n_head)
     result = out[: rows * n_head * head_dim_v].reshape(rows, n_head, head_dim_v)
     with np.errstate(all="ignore"):
         for row in range(rows):

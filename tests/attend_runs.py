@@ -13,7 +13,7 @@ from kernel_runs import run
 from memra_driver import check_args
 from memra_driver.check_args import PAIRS, Dims, Pair, partial_sums
 from memra_driver.formats import BLOCK, FORMATS
-from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, attend_kernel
+from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, AttendGeometry, attend_kernel
 
 TOLERANCE = 2e-3  # of the largest magnitude of the output
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
@@ -105,9 +105,9 @@ def attend_args(
     return check_args.attend_args(formats, q, *planes, pos, heads=heads, dims=dims, window=window)
 
 
-def entry_of(args: dict[str, Any]) -> str:
-    """The entry that an engine would launch."""
-    return attend_kernel(args["head_dim_k"], args["head_dim_v"], args["rows"] * (args["n_head"] // args["n_head_kv"]))
+def entry_of(dev: Any, args: dict[str, Any]) -> str:
+    """The entry that an engine would launch on a device."""
+    return attend_kernel(dev.arch, AttendGeometry.of(args), args["rows"] * (args["n_head"] // args["n_head_kv"]))
 
 
 COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "seqs", "n_seqs", "layer")
@@ -122,10 +122,17 @@ def combine_args(args: dict[str, Any], after: SimpleNamespace) -> dict[str, Any]
 
 def attend(dev: Any, args: dict[str, Any], entry: str | None = None) -> SimpleNamespace:
     """out (rows, n_head, head_dim_v) and health of attend and its combination."""
-    after = run(dev, entry or entry_of(args), **args)
+    after = run(dev, entry or entry_of(dev, args), **args)
     combined = run(dev, "attend_combine", **combine_args(args, after))
     shape = (args["rows"], args["n_head"], args["head_dim_v"])
     return SimpleNamespace(out=combined.out.reshape(shape), health=combined.health)
+
+
+def change_tokens(args: dict[str, Any], name: str, tokens: slice, fill: int | Array) -> dict[str, Any]:
+    """The launch on planes whose tokens hold other bytes; name: k or v."""
+    plane = args[name].copy()
+    plane.reshape(-1, args[f"{name}_tok_bytes"])[tokens] = fill
+    return args | {name: plane}
 
 
 def row_alone(args: dict[str, Any], row: int) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from memra_driver.round import Round
 
 MAX_CTX = 32
 OPTIONS = CacheOptions(round_width=4)
+SMALL_SSM = replace(TINY_SSM, time_step_rank=1)
 
 
 def small(preset: str) -> ModelConfig:
-    """The preset's layers, each of the kind that it has there, with heads of 32 and 64, and states of 32 x 32."""
+    """The preset's layers, each of the kind that it has there, with heads of 32 and 64, and a state of 32 x 32."""
     cfg = ModelConfig.from_preset(preset)
     gemma = cfg.gemma4
     if gemma is not None:
@@ -27,7 +28,7 @@ def small(preset: str) -> ModelConfig:
         gemma = replace(gemma, head_count_kv=counts, key_length_global=64, key_length_swa=32, sliding_window=4)
     return replace(
         cfg, n_head=2, n_head_kv=1, head_dim_k=64, head_dim_v=64, n_embd=16, n_vocab=20, gemma4=gemma,
-        ssm=None if cfg.ssm is None else TINY_SSM,
+        ssm=None if cfg.ssm is None else SMALL_SSM,
     )  # fmt: skip
 
 
@@ -36,10 +37,10 @@ def placed(devices: Sequence[Any], fence: Sequence[int], cfg: ModelConfig, optio
     return Cache.new_ppn(devices, fence, cfg, MAX_CTX, policy=POLICY, options=options)
 
 
-def session(cache: Cache, *, rows: int = 3) -> list[Any]:
-    """Steps, a roll back, a round that the host ends and two that the device does: the sequence after each."""
+def session(cache: Cache, *, counts: Sequence[int] = (1, 0)) -> list[Any]:
+    """Steps, a roll back, a round that the host ends and some that the device does: the sequence after each."""
     first, last = cache.devices[0], cache.devices[cache.plan.placement[-1]]
-    feed, seen = Feed(cache), []
+    feed, rows, seen = Feed(cache), 2, []
 
     def look() -> None:
         seen.append((cache.digest(), device_counters(cache), cache.health().faults))
@@ -53,7 +54,7 @@ def session(cache: Cache, *, rows: int = 3) -> list[Any]:
         with Round(cache, last, width=4) as r:
             feed.step(rows, advance=False)
             r.commit(1)
-        for count in (rows - 1, 0):
+        for count in counts:
             accepted = last.htod_i32([count])
             with Round(cache, first, width=4) as r:
                 feed.step(rows, advance=False)

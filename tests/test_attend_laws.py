@@ -19,6 +19,7 @@ from attend_runs import (
     assert_same_bits,
     attend,
     attend_args,
+    change_tokens,
     climbing,
     combine_args,
     entry_of,
@@ -27,7 +28,7 @@ from attend_runs import (
     row_alone,
     shrinking,
 )
-from checks import Array, faults
+from checks import faults
 from kernel_runs import run, run_batch
 
 from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, any_planes, partial_sums, record
@@ -195,7 +196,7 @@ def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(
         for pos, room in ((0, 0), (130, 2), (63, 9), (64, 0))
     ]
     sequences[1]["q"][5] = np.nan  # is reported by its own record
-    entry = entry_of(sequences[0])
+    entry = entry_of(dev, sequences[0])
     parts = run_batch(dev, entry, sequences)
     outs = run_batch(dev, "attend_combine", [combine_args(a, part) for a, part in zip(sequences, parts, strict=True)])
     for args, out in zip(sequences, outs, strict=True):
@@ -211,12 +212,6 @@ def test_the_device_slot_beats_the_argument(dev: Any, rng: np.random.Generator) 
 
 
 # What a row may not see
-
-
-def change_tokens(args: dict[str, Any], name: str, tokens: slice, fill: int | Array) -> dict[str, Any]:
-    plane = args[name].copy()
-    plane.reshape(-1, args[f"{name}_tok_bytes"])[tokens] = fill
-    return args | {name: plane}
 
 
 @pytest.mark.parametrize("formats", PAIRS)
@@ -354,7 +349,7 @@ def test_a_report_is_of_blocks_that_work_and_may_be_absent(dev: Any, rng: np.ran
     args = attend_args(rng, 9, 60, heads=(4, 1))
     args["q"].reshape(9, 4, 64)[8, 1, 5] = np.nan  # a column of the second block
     assert faults(attend(dev, args).health) == {Fault.NONFINITE: FaultCount(1, LAYER, 68)}
-    after = run(dev, entry_of(args), **args | {"health": None})
+    after = run(dev, entry_of(dev, args), **args | {"health": None})
     combined = run(dev, "attend_combine", **combine_args(args, after))
     assert np.argwhere(np.isnan(combined.out.reshape(9, 4, 64)).all(axis=2)).tolist() == [[8, 1]]
 
@@ -369,7 +364,7 @@ def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(
     args = attend_args(rng, 2, 8, heads=(4, 2)) | {"slot": slot, "health": record()}
     if by_device:
         args |= {"slot": 8, "pos_d": np.array([slot], np.int32)}
-    part = run(dev, entry_of(args), **args)
+    part = run(dev, entry_of(dev, args), **args)
     assert part.part.tobytes() == args["part"].tobytes()
     combined = run(dev, "attend_combine", **combine_args(args, part))
     assert np.isnan(combined.out).all()
@@ -378,7 +373,7 @@ def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(
 
 def test_a_launch_changes_no_operand(dev: Any, rng: np.random.Generator) -> None:
     args = attend_args(rng, 2, 64, heads=(4, 2), room=1)
-    after = run(dev, entry_of(args), **args)
+    after = run(dev, entry_of(dev, args), **args)
     for name in ("q", "k", "v"):
         assert getattr(after, name).tobytes() == args[name].tobytes()
     assert all(np.isfinite(plane[:66]).all() for plane in planes_of(args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from memra_driver import driver
 from memra_driver.boundary import Boundary
 from memra_driver.device import CudaContext
 from memra_driver.errors import ArrayError, CapacityError, ConfigError, DriverError, StateError, UnsupportedError
-from memra_driver.memory import CudaSlice
+from memra_driver.memory import Borrowed, CudaSlice
 
 MakeDev = Callable[..., Any]
 HIDDEN, MAX_ROWS = 24, 5
@@ -292,6 +293,18 @@ def test_without_peer_access_rows_are_staged(make_dev: MakeDev, standin: StandIn
 
 
 @pytest.mark.standin
+@pytest.mark.parametrize("code", [driver.PEER_ACCESS_UNSUPPORTED, driver.TOO_MANY_PEERS])
+def test_rows_are_staged_where_peer_access_is_not_to_be_had_after_all(
+    make_dev: MakeDev, standin: StandIn, code: int
+) -> None:
+    a, b = make_dev("cuda", 0), make_dev("cuda", 1)
+    standin.fail("cuCtxEnablePeerAccess", 1, code)
+    with Boundary(a, b, HIDDEN, MAX_ROWS) as boundary:
+        assert boundary.way == "staged"
+    assert not standin.pending_failures()
+
+
+@pytest.mark.standin
 @pytest.mark.parametrize(
     "name", ["cuMemAlloc", "cuMemHostAlloc", "cuEventCreate", "cuMemAllocAsync", "cuCtxEnablePeerAccess"]
 )
@@ -357,7 +370,6 @@ def recorded(boundary: Boundary, times: int = 2) -> tuple[Any, Any, Any, Any]:
         for each in seen:
             received = boundary.receive()
             b.copy_bytes(each.ptr, received.ptr, received.nbytes)
-        boundary.release()
     return sends, receives, rows, seen
 
 
@@ -385,6 +397,27 @@ def test_a_graph_sends_and_another_receives(
             graph.close()
 
 
+@pytest.mark.standin
+def test_graphs_are_ordered_both_ways_and_keep_their_boundary(gpus: Any, standin: StandIn) -> None:
+    """Launched in turn with nothing to wait for in between, and with nobody else who knows of the boundary."""
+    if gpus[0] is gpus[1]:
+        pytest.skip("one device: both ends are in one graph")
+    boundary = Boundary(*gpus, HIDDEN, MAX_ROWS)
+    sends, receives, rows, seen = recorded(boundary)
+    reached = pinned(boundary)
+    del boundary
+    gc.collect()
+    standin.clear_trace()
+    for _ in range(3):
+        sends.launch()
+        receives.launch()
+    assert races(standin.trace(), reached) == []
+    for sent, there in zip(rows, seen, strict=True):
+        assert arrived(there).tobytes() == arrived(sent).tobytes()
+    for graph in (sends, receives):
+        graph.close()
+
+
 def test_a_recorded_receive_needs_its_send_and_a_graph_has_two_of_each(gpus: Any) -> None:
     a, b = gpus
     if a is b:
@@ -405,7 +438,75 @@ def test_a_recorded_receive_needs_its_send_and_a_graph_has_two_of_each(gpus: Any
             boundary.receive()
             with pytest.raises(StateError, match="2 times already"):
                 boundary.receive()
-            boundary.release()
         for graph in (sends, receives):
             graph.close()
         assert not boundary._eager.sent
+
+
+def test_a_send_that_was_recorded_in_vain_is_none(gpus: Any) -> None:
+    a, b = gpus
+    if a is b:
+        pytest.skip("one device: both ends are in one graph")
+    with Boundary(*gpus, HIDDEN, MAX_ROWS) as boundary:
+        rows, too_many = put(a, rows_of(0, 1)), put(a, rows_of(0, MAX_ROWS + 1))
+
+        def send_and_fail() -> None:
+            boundary.send(rows)
+            boundary.send(too_many)
+
+        with pytest.raises(CapacityError), a.capture() as given_up:
+            send_and_fail()
+        with pytest.raises(StateError, match="record the send first"), b.capture():
+            boundary.receive()
+        assert given_up.is_closed
+        with a.capture() as sends:
+            boundary.send(rows)
+        with b.capture() as receives:
+            boundary.receive()
+            with pytest.raises(StateError, match="record the send first"):
+                boundary.receive()
+        for graph in (sends, receives):
+            graph.close()
+
+
+@pytest.mark.parametrize("recorder", ["dev_a", "dev_b"])
+def test_two_devices_on_one_stream_are_in_one_capture(make_dev: MakeDev, recorder: str) -> None:
+    a = make_dev("cuda")
+    b = make_dev("cuda", stream=a.stream)
+    rows, seen = put(a, rows_of(0, 3)), put(b, np.zeros((3, HIDDEN), np.float32))
+    with Boundary(a, b, HIDDEN, MAX_ROWS) as boundary:
+        with getattr(boundary, recorder).capture() as graph:
+            boundary.send(rows)
+            received = boundary.receive()
+            b.copy_bytes(seen.ptr, received.ptr, received.nbytes)
+        rows.copy_from(rows_of(1, 3).reshape(-1))
+        graph.launch()
+        assert arrived(seen).tobytes() == rows_of(1, 3).tobytes()
+        assert not boundary._eager.sent
+        graph.close()
+
+
+# Memory.
+
+
+def test_received_rows_are_good_as_long_as_somebody_has_them(stages: tuple[Any, Any]) -> None:
+    """A view keeps them where the boundary was forgotten; what went out through DLPack, also where it was closed."""
+    a, b = stages
+    sent = rows_of(0, 2)
+    boundary = Boundary(a, b, HIDDEN, MAX_ROWS)
+    boundary.send(put(a, sent))
+    received = boundary.receive()
+    del boundary
+    gc.collect()
+    assert arrived(received).tobytes() == sent.tobytes()
+    boundary = Boundary(a, b, HIDDEN, MAX_ROWS)
+    boundary.send(put(a, sent))
+    received = boundary.receive()
+    b.synchronize()
+    capsule = received.__dlpack__(stream=None if b.ordinal < 0 else -1)
+    ptr = received.ptr
+    boundary.close()
+    with pytest.raises(StateError, match="closed"):
+        received.to_numpy()
+    assert arrived(Borrowed(b.memory, ptr, sent.size)).tobytes() == sent.tobytes()
+    del capsule

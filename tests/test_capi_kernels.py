@@ -28,7 +28,16 @@ from memra_driver.errors import (
     StateError,
     UnsupportedError,
 )
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS, attend_kernel, recur_split
+from memra_driver.formats import FORMATS
+from memra_driver.kernels import (
+    ATTEND_COLUMNS,
+    ATTEND_ENTRIES,
+    KERNELS,
+    PIPE_ENTRIES,
+    AttendGeometry,
+    attend_kernel,
+    recur_split,
+)
 from memra_driver.plan import ATTEND_HEAD_DIMS, attend_part_bytes
 
 pytestmark = pytest.mark.standin
@@ -81,7 +90,7 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
         args |= {"num_k": random_.randint(1, 16), "d_conv": random_.randint(1, 8)}
         args["columns"] = random_.choice([n for n in (32, 64, 128, 256, 384, 512) if n % size == 0 or size % n == 0])
         args["blocks"] = random_.choice([1, -(-(-(-args["num_v"] // args["num_k"]) * size) // args["columns"])])
-    if name in ATTEND_COLUMNS:
+    if name in ATTEND_ENTRIES:
         args["n_head_kv"] = random_.choice([1, 2, 4])
         args["n_head"] = args["n_head_kv"] * random_.randint(1, 16)
         if random_.random() < 0.5:  # at most as many columns as the narrow entry takes, or one more
@@ -91,19 +100,35 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
     return args
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ATTEND_COLUMNS] + ["attend"])
+def packed(random_: random.Random) -> dict[str, Any]:
+    """A geometry of which most are served by attend_pipe: packed tokens of any two formats."""
+    heads, dims = random_.randint(1, 9), [random_.choice([64, 96, 128, 192, 256, 512]) for _ in "kv"]
+    formats = [FORMATS[random_.choice(names)] for names in (("q8_0", "fp8"), ("q5_1", "q4_0", "fp8"))]
+    found: dict[str, Any] = {"n_head_kv": heads, "n_head": heads * random_.randint(1, 16)}
+    found["rows"] = random_.randint(1, 6)
+    for name, dim, fmt in zip("kv", dims, formats, strict=True):
+        more = random_.choice([0, 0, 0, 16])
+        found |= {f"head_dim_{name}": dim, f"{name}_format": fmt.code}
+        found[f"{name}_tok_bytes"] = heads * dim // 32 * fmt.block_bytes + more
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ATTEND_ENTRIES] + ["attend", "attend_pipe"])
 def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
     e: Any, standin: StandIn, echo: Path, name: str
 ) -> None:
     standin.use_kernels(echo)
     random_ = random.Random(name)
     seen = set()
-    for _ in range(60 if name == "attend" else 20):
-        args = some_arguments(random_, "attend_64" if name == "attend" else name)
+    attends = {"attend": ATTEND_COLUMNS, "attend_pipe": PIPE_ENTRIES}.get(name)
+    for _ in range(20 if attends is None else 200):
+        args = some_arguments(random_, name if attends is None else "attend_64")
         entry = name
-        if name == "attend":
+        if attends is not None:
+            if name == "attend_pipe":
+                args |= packed(random_)
             columns = args["rows"] * (args["n_head"] // args["n_head_kv"])
-            entry = attend_kernel(args["head_dim_k"], args["head_dim_v"], columns)
+            entry = attend_kernel("sm_90", AttendGeometry.of(args), columns)
         standin.clear_trace()
         e.launch(entry, *args.values())
         (call,) = standin.calls("cuLaunchKernel")
@@ -114,13 +139,13 @@ def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
                  for (kind, _), x in zip(KERNELS[entry].params, args.values(), strict=True)]  # fmt: skip
         assert list(echo_kernels.last(echo, entry)) == given
         seen.add(entry)
-    assert seen == (set(ATTEND_COLUMNS) if name == "attend" else {name})
+    assert seen >= (set(attends) if attends is not None else {name})
 
 
 def test_no_blocks_are_no_launch(e: Any, standin: StandIn) -> None:
     e.kernels.load_all()
     standin.clear_trace()
-    for name in set(KERNELS) - set(ATTEND_COLUMNS) - {"set_counters", "commit_counters"}:
+    for name in set(KERNELS) - set(ATTEND_ENTRIES) - {"set_counters", "commit_counters"}:
         args = {parameter: None if kind.endswith("*") else 0 for kind, parameter in KERNELS[name].params}
         if name.startswith("recur_step"):
             size = int(name.rpartition("_")[2])
@@ -185,7 +210,7 @@ def test_counts_that_are_none_or_fit_no_grid_are_refused(
 
 def test_python_asks_for_no_other_entry_of_attend_than_c_would_choose(e: Any) -> None:
     args = some_arguments(random.Random(1), "attend_64") | {"head_dim_v": 64, "rows": 1, "n_head": 2, "n_head_kv": 2}
-    for name in set(ATTEND_COLUMNS) - {"attend_64"}:
+    for name in set(ATTEND_ENTRIES) - {"attend_64"}:
         with pytest.raises(UnsupportedError, match=f"launches attend_64 for this attend, not {name}"):
             e.launch(name, *args.values())
 
@@ -234,7 +259,7 @@ def test_each_cubin_is_loaded_once_and_only_its_own_kernels_are_asked_for(e: Any
     assert len(standin.calls("cuLibraryLoadData")) == len(nvrtc.sources())
     assert standin.errors() == []
     attends = standin.calls("cuKernelSetAttribute")  # the shared memory of attend
-    assert len(attends) == len(ATTEND_COLUMNS)
+    assert len(attends) == len(ATTEND_ENTRIES)
     assert not [call for call in standin.trace() if call.code]
 
 

@@ -24,7 +24,7 @@ from memra_driver.check_args import (
     scan_args,
     spread,
 )
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS
+from memra_driver.kernels import ATTEND_ENTRIES, KERNELS, PIPE_ENTRIES
 from memra_driver.plan import SCAN_STATE_SIZES
 
 FORMATS = ("q8_0", "q5_1")
@@ -47,9 +47,14 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
     prep["conv_out"][rng.integers(0, prep["conv_out"].size, 9)] = np.nan
     scan = scan_args(rng, 3, 4, 64)
     attends = {}
-    for name in ATTEND_COLUMNS:
-        width = int(name.split("_")[1])
-        attends[name] = attend_args(rng, 3, 63, heads=(6, 2), dims=(64, width), formats=("q8_0", "fp8"), window=40)
+    for name in ATTEND_ENTRIES:
+        shape: dict[str, Any] = {"heads": (6, 2), "dims": (64, 64), "formats": ("q8_0", "fp8")}
+        if name in PIPE_ENTRIES:
+            heads_kv, dim = {"64": (4, 64), "128": (8, 128), "256": (8, 192)}[name.split("_")[2]]
+            shape = {"heads": (3 * heads_kv, heads_kv), "dims": (dim, dim), "formats": ("fp8", "q5_1")}
+        else:
+            shape["dims"] = (64, int(name.split("_")[1]))
+        attends[name] = attend_args(rng, 3, 63, window=40, **shape)
         attends[name]["q"][rng.integers(0, attends[name]["q"].size, 3)] = np.nan
         attends[name]["v"][rng.integers(0, attends[name]["v"].size, 9)] = 0x7F
     sums = partial_sums(3, 6, 64)

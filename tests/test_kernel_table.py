@@ -15,7 +15,8 @@ from memra_driver.kvdev import twin_of
 from memra_driver.reference_attend import FOLD
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-SLOW = {"attend.cu": ("sm_80", "sm_90", "sm_120")}  # takes long to compile; the oldest, the newest, and where it runs
+# What takes long to compile: for the oldest, the newest, and where it runs.
+SLOW = {"attend.cu": ("sm_80", "sm_90", "sm_120"), "attend_pipe.cu": ("sm_80", "sm_90", "sm_120")}
 SOURCES = sorted({kernel.source for kernel in KERNELS.values()})
 PTX_KIND = {"int": "u32", "long long": "u64", "float": "f32"}
 
@@ -47,6 +48,7 @@ def expanded(source: str) -> str:
             text = text.replace(call, re.sub(r"^\s+MEMRA_EXPORT", "MEMRA_EXPORT", one, flags=re.MULTILINE))
     threads = re.search(r"#define THREADS (\d+)", text_of("attend.cuh"))
     assert threads
+    text = text.replace("__launch_bounds__(PIPE_THREADS, 1)", f"__launch_bounds__({32 * kernels.PIPE_WARPS + 32})")
     return text.replace("__launch_bounds__(THREADS)", f"__launch_bounds__({threads[1]})")
 
 
@@ -98,7 +100,8 @@ def test_the_parameters_in_the_ptx_are_those_of_the_table(kernel: Kernel) -> Non
 def test_the_twin_has_the_name_and_the_parameters_of_the_kernel(kernel: Kernel) -> None:
     twin = twin_of(kernel.name)
     assert list(inspect.signature(twin).parameters) == [name for _, name in kernel.params]
-    assert twin.__name__ == re.sub(r"_\d+(_wide)?$", "", kernel.name)  # all widths and state sizes have one twin
+    is_attend = kernel.name in kernels.ATTEND_ENTRIES  # all widths and state sizes have one twin
+    assert twin.__name__ == ("attend" if is_attend else re.sub(r"_\d+$", "", kernel.name))
 
 
 def test_the_table_and_the_text_agree_on_the_rows_that_a_thread_of_conv_walks() -> None:
@@ -125,7 +128,7 @@ def test_every_entry_of_attend_has_the_width_and_the_columns_of_its_name() -> No
 @pytest.mark.parametrize("head_dim_k", [64, 96, 128, 192, 256, 512])
 def test_every_pair_of_head_dims_has_an_entry_that_fits_into_shared_memory(head_dim_k: int, head_dim_v: int) -> None:
     for columns in (1, 8, 9, 256):
-        name = kernels.attend_kernel(head_dim_k, head_dim_v, columns)
+        name = kernels.attend_kernel("sm_80", kernels.AttendGeometry(1, head_dim_k, head_dim_v, 0, 0, 0, 1), columns)
         assert attend_shared_bytes(kernels.ATTEND_COLUMNS[name], head_dim_k, head_dim_v) <= kernels.ATTEND_SHARED_BYTES
         assert columns > 8 or not name.endswith("_wide")
 

@@ -6,6 +6,7 @@ import logging
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 from caches import attention_only, gemma, tiny
 from hypothesis import given, settings
@@ -209,6 +210,12 @@ def test_a_device_with_more_room_gets_more(free: tuple[int, ...]) -> None:
     assert fullest(fence) == min(map(fullest, fences(cfg, len(free), options)))
 
 
+@pytest.mark.filterwarnings("error")
+def test_room_told_by_numpy_is_room_all_the_same() -> None:
+    free = [3 << 40, 1 << 40]
+    assert balance(tiny(), 1 << 20, 2, np.array(free)) == balance(tiny(), 1 << 20, 2, free)
+
+
 def test_a_fence_fits_where_one_does_to_the_byte() -> None:
     cfg, options = MODELS["mtp"]
     for fence in fences(cfg, 3, options):
@@ -252,7 +259,10 @@ def test_it_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (ConfigError, r"0 stages; a trunk of 8 layers has 1 \.\. 8", (tiny(), 8, 0)),
         (ConfigError, r"9 stages; a trunk of 8 layers has 1 \.\. 8", (tiny(n_layer=9, nextn_predict_layers=1), 8, 9)),
         (ConfigError, "True stages", (tiny(), 8, True)),
-        (ConfigError, "2 stages take as many sizes", (tiny(), 8, 2, [1 << 30])),
+        (ConfigError, "2 stages take as many whole numbers", (tiny(), 8, 2, [1 << 30])),
+        (ConfigError, "2 stages take as many whole numbers", (tiny(), 8, 2, [1e9, 1e9])),
+        (ConfigError, "2 stages take as many whole numbers", (tiny(), 8, 2, [None, 1 << 30])),
+        (ConfigError, "2 stages take as many whole numbers", (tiny(), 8, 2, 1 << 30)),
         (ConfigError, "none below 0", (tiny(), 8, 2, [1 << 30, -1])),
         (ConfigError, r"can be cut at \[1, 2\], for 3 stages at most", (gemma(shared=2), 8, 4)),
         (ConfigError, "max_ctx is -1", (tiny(), -1, 2)),

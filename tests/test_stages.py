@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 from caches import Feed, device_counters, tiny
 from decoding import MAX_CTX, OPTIONS, WIDTH, Oracle, Player, draft, hybrid, play
 from happens import races
-from stages import placed, session, small
+from stages import SMALL_SSM, placed, session, small
 from standin import StandIn
 
 from memra_driver import driver
@@ -20,15 +21,17 @@ from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import PRESETS, ModelConfig
 from memra_driver.errors import ArrayError, ConfigError, DeviceMismatch, DriverError, UnsupportedError
+from memra_driver.kvdev import CudaDev
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
 
 MakeDev = Callable[..., Any]
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoHAsync")
-TINY = tiny(n_layer=9, nextn_predict_layers=1)
+TINY = tiny(n_layer=9, nextn_predict_layers=1, n_head_kv=1, ssm=SMALL_SSM)
+KINDS = ["two GPUs", "four GPUs", "four GPUs that do not reach each other", "one GPU"]
 
 
-@pytest.fixture(params=["two GPUs", "four GPUs", "four GPUs that do not reach each other", "one GPU"])
+@pytest.fixture(params=KINDS)
 def stage_devices(request: pytest.FixtureRequest, make_dev: MakeDev, gpu_count: int) -> Any:
     """stage_devices(choice): a device for each stage; choice says which of up to four it is."""
     gpus = {"two GPUs": 2, "one GPU": 1}.get(request.param, 4)
@@ -58,18 +61,20 @@ def random_fence(chance: random.Random, cfg: ModelConfig, stages: int) -> tuple[
 _single: dict[tuple[str, str], Any] = {}
 
 
-def on_one_device(e: Any, name: str, cfg: ModelConfig) -> Any:
+def on_one_device(e: Any, name: str, cfg: ModelConfig, **how: Any) -> Any:
     """The session on one device, run once for a kind of device."""
     key = type(e).__name__, name
     if key not in _single:
         with placed([e], (0, cfg.n_layer), cfg) as cache:
-            _single[key] = session(cache)
+            _single[key] = session(cache, **how)
     return _single[key]
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_two_hundred_random_fences_give_the_bytes_of_one_device(stage_devices: Any, part: int) -> None:
-    chance = random.Random(part)
+def test_two_hundred_random_fences_give_the_bytes_of_one_device(
+    stage_devices: Any, part: int, request: pytest.FixtureRequest
+) -> None:
+    chance = random.Random(request.node.name)  # with the kind of devices: no two tests have the same fences
     expected = on_one_device(stage_devices([0])[0], "tiny", TINY)
     for _ in range(5):  # by five parts, four kinds of devices, in Python and in C
         stages = chance.randint(2, 6)
@@ -78,6 +83,7 @@ def test_two_hundred_random_fences_give_the_bytes_of_one_device(stage_devices: A
             assert session(cache) == expected, (fence, choice)
 
 
+@pytest.mark.parametrize("stage_devices", KINDS[:3], indirect=True)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_presets_layers_give_the_bytes_of_one_device(stage_devices: Any, preset: str) -> None:
     cfg = small(preset)
@@ -85,9 +91,9 @@ def test_every_presets_layers_give_the_bytes_of_one_device(stage_devices: Any, p
         ModelConfig.from_preset(preset).layer_kind(il) for il in range(cfg.n_layer)
     ]
     chance = random.Random(preset)
-    expected = on_one_device(stage_devices([0])[0], preset, cfg)
+    expected = on_one_device(stage_devices([0])[0], preset, cfg, counts=(1,))
     with placed(stage_devices((0, 1, 2, 3, 1)), random_fence(chance, cfg, 5), cfg) as cache:
-        assert session(cache) == expected
+        assert session(cache, counts=(1,)) == expected
 
 
 def home_of(ptr: int) -> int:
@@ -197,6 +203,7 @@ def test_a_count_reaches_each_device_once_and_nobody_waits(player: Player, stand
     trace = standin.trace()
     assert [call.name for call in trace if call.name in WAITS] == []
     assert not standin.calls("cuMemAlloc", "cuMemAllocAsync")
+    assert len(standin.calls("cuEventCreate")) == len(standin.calls("cuEventDestroy")) > 0
     assert races(trace) == []
     copies = [call for call in trace if call.name.startswith("cuMemcpy")]
     others = [e for e in cache.devices if e is not player.last]
@@ -205,6 +212,22 @@ def test_a_count_reaches_each_device_once_and_nobody_waits(player: Player, stand
     ] * 2
     for copy in copies:  # the device's own launches come behind its copy
         assert any(call.stream == copy.stream and call.kernel for call in trace[trace.index(copy) :])
+
+
+@pytest.mark.standin
+def test_the_room_for_a_count_goes_with_its_device(make_dev: MakeDev, standin: StandIn) -> None:
+    with CudaDev(0), CudaDev(1):  # what nobody frees would go with the contexts otherwise
+        before = standin.live_count()
+        devices = [make_dev("cuda", 0), make_dev("cuda", 1)]
+        with placed(devices, (0, 4, 9), TINY) as cache:
+            feed = Feed(cache)
+            with Round(cache, devices[0], width=4) as r, devices[1].htod_i32([1]) as count:
+                feed.step(2, advance=False)
+                r.commit_from_device(count)
+        for e in devices:
+            e.close()
+        gc.collect()
+        assert standin.live_count() == before
 
 
 @pytest.mark.standin
@@ -292,6 +315,8 @@ def test_a_count_that_does_not_arrive_leaves_the_round_open(player: Player, stan
             r.commit_from_device(count)
         standin.clear_failures()
         assert not [call for call in standin.trace() if call.kernel]
+        made = [call for call in standin.calls("cuEventCreate") if not call.code]
+        assert len(made) == len(standin.calls("cuEventDestroy"))
         assert (player.cache.state, player.cache.step_rows) == (CacheState.READY, 3)
         r.commit(2)
     player.tokens += draft(3, 2)[:2]

@@ -17,7 +17,7 @@ from memra_driver.capi.layout import DeviceOptionsC
 from memra_driver.capi.library import Library, launch_function, load
 from memra_driver.device import LEGACY_STREAM, CudaContext, CudaStream
 from memra_driver.errors import AbiError, ArrayError, ConfigError, MemraError, StateError, UnsupportedError
-from memra_driver.kernels import ATTEND_COLUMNS, KERNELS, attend_kernel
+from memra_driver.kernels import ATTEND_ENTRIES, KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kvdev import CudaDev
 from memra_driver.memory import Borrowed, Closing, CudaSlice, check_contiguous
 
@@ -181,6 +181,7 @@ class CDev(CudaDev):
                 self.context.close()
             raise
         self.kernels = self.c
+        self.arch = self.c.arch
         self.memory = self.stream
         self._scratch = []
         self._attached = []
@@ -202,9 +203,9 @@ class CDev(CudaDev):
         if len(args) != len(kernel.params):
             raise AbiError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
         at = {parameter: value for (_, parameter), value in zip(kernel.params, args, strict=True)}
-        if name in ATTEND_COLUMNS:
+        if name in ATTEND_ENTRIES:
             columns = at["rows"] * (at["n_head"] // at["n_head_kv"])
-            chosen = attend_kernel(at["head_dim_k"], at["head_dim_v"], columns)
+            chosen = attend_kernel(self.arch, AttendGeometry.of(at), columns)
             if name != chosen:
                 raise UnsupportedError(f"the C library launches {chosen} for this attend, not {name}")
         if name.startswith("recur_step") and name != f"recur_step_{at['state_size']}":

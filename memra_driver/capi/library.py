@@ -37,7 +37,7 @@ from memra_driver.errors import (
     UnsupportedDriver,
     UnsupportedError,
 )
-from memra_driver.kernels import KERNELS
+from memra_driver.kernels import ATTEND_ENTRIES, KERNELS
 
 
 class Status(IntEnum):
@@ -86,7 +86,7 @@ def _launches() -> dict[str, tuple[Any, ...]]:
 
 def launch_function(kernel: str) -> str:
     """The function that launches a kernel of the table."""
-    return f"memra_launch_{re.sub(r'_[0-9]+(_wide)?$', '', kernel)}"
+    return "memra_launch_attend" if kernel in ATTEND_ENTRIES else f"memra_launch_{re.sub(r'_[0-9]+$', '', kernel)}"
 
 
 # Parameters by function. Structs, devices and host memory go by address: c_void_p; device memory is a c_uint64.

@@ -1,7 +1,8 @@
 // Lets g++ (C++20, -ffp-contract=off) compile the kernels of cuda_src and run them on the host.
 //
 // One block at a time, one fiber per CUDA thread. A fiber runs until it meets the others: __syncthreads waits for all
-// threads of the block that have not returned, a warp intrinsic for the lanes that its mask names. What a GPU leaves
+// threads of the block that have not returned, a named barrier for as many threads as it was told, a wait at a barrier
+// in shared memory for the end of its phase, a warp intrinsic for the lanes that its mask names. What a GPU leaves
 // undefined is a fault here: masks that name the wrong lanes, different intrinsics that meet, a shuffle from a lane
 // outside the mask, a wait that nobody ends. A fault ends the launch with code 719; memra_cpu_fault() says why.
 // Shared memory is filled with 0xA5 before each block. There is no memory model: memra_cpu_schedule(1) runs threads
@@ -54,6 +55,15 @@ constexpr uint32_t POISON = 0xA5A5A5A5u;
 struct Gate {                 // what a fiber waits at
     uint64_t generation = 0;  // moves when the gate opens
 };
+struct Team : Gate {          // threads that meet at a named barrier
+    unsigned arrived = 0, size = 0;
+    bool any[2] = {};         // of the generation, alternating
+};
+struct Phases : Gate {        // a barrier in shared memory, while a block runs
+    const void* at = nullptr;
+    unsigned arrivals = 0, pending = 0;
+    int64_t bytes = 0;        // announced and not yet there
+};
 struct Group : Gate {         // lanes of a warp that meet under one mask
     uint32_t mask = 0, arrived = 0;
     const char* intrinsic = nullptr;
@@ -75,6 +85,8 @@ struct Block {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     Gate barrier;
+    Team teams[16];
+    std::vector<Phases*> phases;
     unsigned size, live, waiting;
     char* dynamic;
     fiber::Context scheduler;
@@ -114,6 +126,50 @@ inline void sync_block() {
     } else {
         wait(B.barrier);
     }
+}
+
+// Counts the thread in at barrier `id`, which opens when `size` threads have come, and says whether it was the last.
+inline bool arrive_at_team(unsigned id, unsigned size, bool value = false) {
+    Team& team = B.teams[id];
+    if (team.arrived && team.size != size) fault_here("barrier %u: for %u threads and for %u", id, team.size, size);
+    bool& any = team.any[team.generation & 1];
+    any = team.arrived++ ? any || value : value;
+    team.size = size;
+    if (team.arrived < size) return false;
+    team.arrived = 0;
+    team.generation++;
+    return true;
+}
+// Waits at barrier `id`; whether any of its threads brought true.
+inline bool meet_team(unsigned id, unsigned size, bool value) {
+    Team& team = B.teams[id];
+    const bool& any = team.any[team.generation & 1];
+    if (!arrive_at_team(id, size, value)) wait(team);
+    return any;
+}
+
+inline Phases& phases_at(const void* at) {
+    for (Phases* phases : B.phases)
+        if (phases->at == at) return *phases;
+    fault_here("a barrier that nobody has set up");
+}
+inline void set_up_phases(const void* at, unsigned arrivals) {
+    B.phases.push_back(new Phases);
+    *B.phases.back() = {{}, at, arrivals, arrivals, 0};
+}
+// A phase ends when all have arrived and the bytes that were announced have come.
+inline void move_phases(const void* at, unsigned arrived, int64_t bytes) {
+    Phases& phases = phases_at(at);
+    if (arrived > phases.pending) fault_here("a barrier in shared memory: more arrivals than its %u", phases.arrivals);
+    phases.pending -= arrived;
+    phases.bytes += bytes;
+    if (phases.pending || phases.bytes) return;
+    phases.pending = phases.arrivals;
+    phases.generation++;
+}
+inline void wait_phase(const void* at, unsigned parity) {
+    Phases& phases = phases_at(at);
+    while ((phases.generation & 1) == parity) wait(phases);
 }
 
 inline Group& group_of(Warp& warp, uint32_t mask) {
@@ -168,19 +224,26 @@ inline void thread_main() {
 }
 
 inline void report_deadlock() {
-    unsigned at_barrier = 0, in_warp = 0;
+    unsigned at_barrier = 0, at_team = 0, at_phase = 0, in_warp = 0;
     const char* intrinsic = "";
     uint32_t mask = 0;
     for (const Thread& thread : B.threads) {
         if (thread.done) continue;
         if (thread.gate == &B.barrier) {
             at_barrier++;
+        } else if (thread.gate >= B.teams && thread.gate < B.teams + 16) {
+            at_team++;
+        } else if (std::find(B.phases.begin(), B.phases.end(), thread.gate) != B.phases.end()) {
+            at_phase++;
         } else {
             const Group* group = static_cast<const Group*>(thread.gate);
             in_warp++, intrinsic = group->intrinsic, mask = group->mask;
         }
     }
-    if (in_warp)
+    if (at_team + at_phase)
+        fault("deadlock: %u threads wait at named barriers, %u at barriers in shared memory, %u elsewhere", at_team,
+              at_phase, at_barrier + in_warp);
+    else if (in_warp)
         fault("deadlock: %u threads wait at __syncthreads, %u in %s (mask %08x)", at_barrier, in_warp, intrinsic, mask);
     else
         fault("deadlock: %u threads wait at __syncthreads", at_barrier);
@@ -199,6 +262,9 @@ inline void run_block() {
     if (__start_memra_smem) poison(__start_memra_smem, __stop_memra_smem);
     B.live = B.size;
     B.waiting = 0;
+    for (Team& team : B.teams) team.arrived = 0;
+    for (Phases* phases : B.phases) delete phases;
+    B.phases.clear();
     for (Warp& warp : B.warps) {
         warp.exited = 0;
         for (Group* group : warp.groups) group->arrived = 0;

@@ -66,6 +66,18 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
         if (mask >> lane & 1) bits |= unsigned(values[lane]) << lane;
     return bits;
 }
+// Registers x[0 .. n-1] of every lane of the warp.
+inline void memra_cpu_exchange(const uint32_t* x, int n, uint32_t (*all)[32]) {
+    for (int i = 0; i < n; i += 2) {
+        const uint64_t pair = x[i] | uint64_t(i + 1 < n ? x[i + 1] : 0) << 32;
+        const uint64_t* values = cpu::meet("a matrix instruction", ~0u, pair);
+        for (int lane = 0; lane < 32; lane++) {
+            all[i][lane] = uint32_t(values[lane]);
+            if (i + 1 < n) all[i + 1][lane] = uint32_t(values[lane] >> 32);
+        }
+    }
+}
+
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
@@ -158,6 +170,12 @@ inline long long __float2ll_rn(float a) {
 inline float __int2float_rn(int a) { return float(a); }
 inline float __uint2float_rn(unsigned a) { return float(a); }
 
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t bytes = low | uint64_t(high) << 32;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) out |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
 inline int __popc(unsigned a) { return __builtin_popcount(a); }
 inline int __popcll(unsigned long long a) { return __builtin_popcountll(a); }
 inline int __ffs(int a) { return __builtin_ffs(a); }

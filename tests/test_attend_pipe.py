@@ -1,0 +1,208 @@
+"""The path of attention for GPUs that copy in bulk: the laws of attention's order, for geometries that it serves.
+
+On the stand-in, which says that it is such a GPU, and with --gpu; the twin and other GPUs take another path there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from attend_runs import (
+    GROUP_ROUND,
+    TAMPERS,
+    Heads,
+    Tamper,
+    assert_close,
+    assert_same_bits,
+    attend,
+    attend_args,
+    change_tokens,
+    climbing,
+    combine_args,
+    entry_of,
+    growing,
+    row_alone,
+)
+from checks import faults
+from kernel_runs import run, run_batch
+
+from memra_driver.check_args import LAYER, PAIRS, Dims, Pair
+from memra_driver.health import Fault, FaultCount
+from memra_driver.kernels import KERNELS, PIPE_ARCH, PIPE_COLUMNS, AttendGeometry, attend_kernel
+from memra_driver.memory import CudaSlice
+
+# By what a warp sums up: 64, 128 and 256 dims; teams of 8, 4, 2 and 1 warps; stages of 64, 32 and 16 keys.
+SHAPES: list[tuple[Heads, Dims]] = [
+    ((8, 1), (256, 256)), ((16, 2), (256, 256)), ((6, 3), (256, 128)), ((24, 4), (256, 256)), ((5, 5), (256, 256)),
+    ((32, 8), (128, 128)), ((4, 4), (64, 64)), ((8, 2), (512, 512)), ((3, 1), (256, 512)), ((8, 8), (64, 192)),
+]  # fmt: skip
+SMALL: list[tuple[Heads, Dims]] = [((6, 2), (128, 128)), ((4, 4), (64, 64)), ((8, 8), (64, 64))]
+BAD = {"q8_0": 0x7F, "q5_1": 0x7F, "q4_0": 0x7F, "fp8": 0x7F}
+
+
+def assert_rows_stand_alone(dev: Any, args: dict[str, Any]) -> None:
+    together = attend(dev, args).out
+    for row in range(args["rows"]):
+        assert_same_bits(attend(dev, row_alone(args, row)).out[0], together[row])
+
+
+@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize(("heads", "dims"), SHAPES)
+def test_every_shape_is_that_of_float64_and_its_rows_stand_alone(
+    dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair
+) -> None:
+    args = attend_args(rng, 3, 126, heads=heads, dims=dims, formats=formats, tamper=growing, room=2)
+    if dev.arch == PIPE_ARCH and formats[1] != "q4_0":  # whose tokens are not always whole lines
+        assert entry_of(dev, args).startswith("attend_pipe")
+    assert_close(attend(dev, args).out, args)
+    assert_rows_stand_alone(dev, args)
+
+
+@pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
+@pytest.mark.parametrize("formats", PAIRS)
+def test_inputs_made_to_break_it_stay_close_and_rows_stand_alone(
+    dev: Any, rng: np.random.Generator, tamper: Tamper, formats: Pair
+) -> None:
+    args = attend_args(rng, 2, 200, heads=(6, 2), dims=(128, 128), formats=formats, tamper=tamper)
+    assert_close(attend(dev, args).out, args)
+    assert_rows_stand_alone(dev, args)
+
+
+@pytest.mark.parametrize("pos", [0, 14, 31, 62, 126])
+@pytest.mark.parametrize("window", [0, 2, 17, 65])
+@pytest.mark.parametrize(("heads", "dims"), SMALL)
+def test_rows_may_stand_on_both_sides_of_the_edge_of_a_stage(
+    dev: Any, rng: np.random.Generator, pos: int, window: int, heads: Heads, dims: Dims
+) -> None:
+    args = attend_args(rng, 4, pos, heads=heads, dims=dims, window=window, tamper=climbing, room=1)
+    assert_close(attend(dev, args).out, args)
+    assert_rows_stand_alone(dev, args)
+
+
+@pytest.mark.parametrize(("pos", "window"), [(GROUP_ROUND - 2, 0), (GROUP_ROUND + 40, 8300), (2 * GROUP_ROUND - 1, 0)])
+def test_groups_may_take_several_tiles(dev: Any, rng: np.random.Generator, pos: int, window: int) -> None:
+    args = attend_args(rng, 2, pos, heads=(4, 4), window=window, tamper=growing)
+    assert_close(attend(dev, args).out, args)
+    assert_rows_stand_alone(dev, args)
+
+
+@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize("plane", ["k", "v"])
+@pytest.mark.parametrize(("heads", "dims"), [((6, 2), (128, 128)), ((8, 4), (64, 128))])
+def test_a_bad_row_spoils_only_those_that_see_it(
+    dev: Any, rng: np.random.Generator, formats: Pair, plane: str, heads: Heads, dims: Dims
+) -> None:
+    args = attend_args(rng, 4, 30, heads=heads, dims=dims, formats=formats, tamper=growing, room=3)
+    expected = attend(dev, args).out
+    bad = BAD[formats["kv".index(plane)]]
+    out = attend(dev, change_tokens(args, plane, slice(32, 33), bad)).out
+    assert_same_bits(out[:2], expected[:2])
+    assert np.isnan(out[2:]).all()
+    assert_same_bits(attend(dev, change_tokens(args, plane, slice(34, None), bad)).out, expected)  # nobody sees these
+
+
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_a_bad_row_that_has_left_the_window_is_forgotten(dev: Any, rng: np.random.Generator, plane: str) -> None:
+    """Window 3: rows 0 and 1 see key 60, rows 2 and 3 of the same launch do not; nobody sees key 57."""
+    args = attend_args(rng, 4, 61, heads=(6, 2), dims=(128, 128), window=3)
+    expected = attend(dev, args).out
+    out = attend(dev, change_tokens(args, plane, slice(60, 61), 0x7F)).out
+    assert np.isnan(out[:2]).all()
+    assert_same_bits(out[2:], expected[2:])
+    assert_same_bits(attend(dev, change_tokens(args, plane, slice(57, 58), 0x7F)).out, expected)
+
+
+@pytest.mark.parametrize("v_format", ["q5_1", "q4_0"])
+def test_an_infinite_value_reaches_only_rows_that_see_it(dev: Any, rng: np.random.Generator, v_format: str) -> None:
+    args = attend_args(rng, 4, 30, heads=(6, 2), dims=(128, 128), formats=("q8_0", v_format))
+    expected = attend(dev, args).out
+    infinite = args["v"].reshape(34, -1)[32].copy()
+    infinite[:2] = (0x00, 0x7C)  # d of the first head's first block: infinite, or NaN where a code is 0
+    out = attend(dev, change_tokens(args, "v", slice(32, 33), infinite)).out
+    assert_same_bits(out[:2], expected[:2])
+    assert not np.isfinite(out[2:, :3, :32]).any()
+    assert_same_bits(out[2:, :3, 32:], expected[2:, :3, 32:])
+    assert_same_bits(out[2:, 3:], expected[2:, 3:])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(dev: Any, rng: np.random.Generator, rows: int) -> None:
+    sequences = [
+        attend_args(rng, rows, pos, heads=(24, 4), dims=(128, 128), room=room, tamper=growing)
+        | {"pos_d": np.array([pos], np.int32), "slot": -7}
+        for pos, room in ((0, 0), (400, 2), (63, 9), (64, 0), (130, 1))
+    ]
+    sequences[1]["q"][5] = np.nan  # is reported by its own record
+    parts = run_batch(dev, entry_of(dev, sequences[0]), sequences)
+    outs = run_batch(dev, "attend_combine", [combine_args(a, part) for a, part in zip(sequences, parts, strict=True)])
+    for args, out in zip(sequences, outs, strict=True):
+        alone = attend(dev, args)
+        assert_same_bits(out.out, alone.out.reshape(-1))
+        assert np.array_equal(out.health, alone.health)
+
+
+def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 2, 8, heads=(6, 2), dims=(128, 128))
+    for slot in (-1, 9, 2**40):
+        part = run(dev, entry_of(dev, args), **args | {"slot": slot})
+        assert part.part.tobytes() == args["part"].tobytes()
+        assert faults(part.health) == {Fault.SLOT_RANGE: FaultCount(1, LAYER, max(slot, 0))}
+
+
+def test_a_query_that_is_not_finite_is_reported_once_a_head_and_row(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 3, 200, heads=(6, 2), dims=(128, 128))
+    q = args["q"].reshape(3, 6, 128)
+    q[1, 0, [3, 60]] = np.nan
+    q[2, 4, 9] = np.inf
+    out = attend(dev, args)
+    assert faults(out.health) == {Fault.NONFINITE: FaultCount(2, LAYER, 201)}
+    assert np.argwhere(np.isnan(out.out).all(axis=2)).tolist() == [[1, 0], [2, 4]]
+    assert np.isnan(out.out).sum() == 2 * 128
+
+
+@pytest.mark.parametrize("width", PIPE_COLUMNS)
+def test_blocks_of_any_number_of_columns_give_the_same_bits(cuda: Any, rng: np.random.Generator, width: int) -> None:
+    if cuda.arch != PIPE_ARCH:
+        pytest.skip(f"these entries run on {PIPE_ARCH} only")
+    heads, dims = {64: ((6, 2), (128, 128)), 128: ((8, 8), (64, 128)), 256: ((8, 8), (64, 192))}[width]
+    args = attend_args(rng, 5, 62, heads=heads, dims=dims, tamper=growing)
+    expected = attend(cuda, args, f"attend_pipe_{width}_8")
+    for columns in PIPE_COLUMNS[width]:
+        assert_same_bits(attend(cuda, args, f"attend_pipe_{width}_{columns}").out, expected.out)
+
+
+def test_the_path_follows_from_the_geometry_alone() -> None:
+    served = 0
+    for n_head_kv in range(1, 18):
+        for dim in (64, 96, 128, 192, 256, 512):
+            tok_bytes = n_head_kv * dim // 32
+            geometry = AttendGeometry(n_head_kv, dim, dim, 34 * tok_bytes, 24 * tok_bytes, 0, 1)
+            paths = {attend_kernel(PIPE_ARCH, geometry, columns).startswith("attend_pipe") for columns in range(1, 257)}
+            assert len(paths) == 1
+            served += paths == {True}
+            assert not attend_kernel("sm_80", geometry, 8).startswith("attend_pipe")
+            padded = geometry._replace(k_tok_bytes=geometry.k_tok_bytes + 16)
+            assert not attend_kernel(PIPE_ARCH, padded, 8).startswith("attend_pipe")
+    assert served > 15
+
+
+def test_queries_need_only_the_alignment_of_a_float(dev: Any, rng: np.random.Generator) -> None:
+    args = attend_args(rng, 1, 70, heads=(6, 2), dims=(128, 128))
+    expected = attend(dev, args).out
+    shifted = np.concatenate([np.zeros(1, np.float32), args["q"]])
+    slices = {name: CudaSlice(dev.memory, x.size, x.dtype) for name, x in args.items() if isinstance(x, np.ndarray)}
+    whole = CudaSlice(dev.memory, shifted.size, shifted.dtype)
+    whole.copy_from(shifted)
+    for name, each in slices.items():
+        each.copy_from(args[name].reshape(-1))
+    values = args | slices | {"q": whole.view(1, shifted.size)}
+    entry = entry_of(dev, args)
+    dev.launch(entry, *(values[name] for _, name in KERNELS[entry].params))
+    after = SimpleNamespace(part=slices["part"].to_numpy(), health=slices["health"].to_numpy())
+    out = run(dev, "attend_combine", **combine_args(args, after)).out
+    assert_same_bits(out, expected.reshape(-1))
+    for each in (*slices.values(), whole):  # its view ends with it
+        each.close()
