@@ -478,6 +478,7 @@ def test_kernels_that_were_unloaded_are_loaded_anew(make_dev: MakeDev, monkeypat
         engine = Engine(cache, 1)
         engine.append()
         cache.advance(e)
+        e.synchronize()  # as its close says
         e.kernels.close()
         loaded: list[str] = []
         load = kernels.KernelSet._load
