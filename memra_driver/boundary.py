@@ -55,14 +55,19 @@ class _Unpooled:
     def free_bytes(self, ptr: int, nbytes: int) -> None:
         if in_a_fork():
             return
-        for context in self.used_by:  # the free is in no stream's order, and rows may still be on their way
-            if not context.is_closed and context.is_alive():
-                context.bind()
-                driver.ctx_synchronize()
-        self.context.let_go(self.kind, ptr, driver.mem_free_host if self.pinned else driver.mem_free)
+        free = driver.mem_free_host if self.pinned else driver.mem_free
+        # The free is in no stream's order, and rows may still be on their way.
+        waits = [partial(_wait_for, context) for context in self.used_by]
+        run_all([*waits, partial(self.context.let_go, self.kind, ptr, free)])
 
     def record_error(self, error: MemraError) -> None:
         self.context.record_error(error)
+
+
+def _wait_for(context: CudaContext) -> None:
+    if not context.is_closed and context.is_alive():
+        context.bind()
+        driver.ctx_synchronize()
 
 
 class Boundary(Closing):

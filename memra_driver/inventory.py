@@ -12,7 +12,6 @@ from typing import Any
 
 from memra_driver import driver, native, nvrtc
 from memra_driver.errors import MemraError
-from memra_driver.kernels import PIPE_ARCH
 
 
 def inventory() -> dict[str, Any]:
@@ -88,6 +87,8 @@ def _driver_version() -> str:
 
 
 def _gpus() -> list[str]:
+    from memra_driver.kernels import PIPE_ARCH  # needs NumPy; the rest tells also where that is missing
+
     driver.init()
     gpus = []
     for ordinal in range(driver.device_get_count()):

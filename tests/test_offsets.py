@@ -90,8 +90,8 @@ def test_more_rows_than_a_grid_axis_of_65535_go_in_one_call(make_dev: MakeDev) -
         assert out[0][:, 0].round().tolist() == [97, 98, 99]
     for name, kernel in KERNELS.items():
         arguments = dict.fromkeys((parameter for _, parameter in kernel.params), 0) | {
-            "rows": rows, "kv_dim_k": 32, "kv_dim_v": 32, "conv_dim": 128, "num_v": 2, "state_size": 32, "n": 1,
-            "n_seqs": 1, "columns": 64, "n_head": 4, "n_head_kv": 2, "head_dim_k": 64, "head_dim_v": 64,
+            "rows": rows, "kv_dim_k": 32, "kv_dim_v": 32, "conv_dim": 128, "num_k": 1, "num_v": 2, "state_size": 32,
+            "n": 1, "n_seqs": 1, "columns": 64, "n_head": 4, "n_head_kv": 2, "head_dim_k": 64, "head_dim_v": 64,
         }  # fmt: skip
         grid, block, _ = kernel.shape(arguments)
         assert grid[1:] == (1, 1), name
