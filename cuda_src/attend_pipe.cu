@@ -297,11 +297,9 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
         }
         memra_pipe_init_done();
     }
-    // The pipes are set up; the warp that did it need not wait for the others.
-    if (warp == TEAM_WARPS) memra_team_arrive(14, PIPE_THREADS);
+    __syncthreads();
 
     Turn k_turn = {0, 0}, v_turn = {0, 0};
-    bool set_up = false;
     unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
     for (int seq = 0; seq < n_seqs; seq++) {
         for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
@@ -346,10 +344,9 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
                 }
                 continue;
             }
-            if (set_up) memra_team_sync(15, 32 * TEAM_WARPS);  // the queries before are done with
+            memra_team_sync(15, 32 * TEAM_WARPS);  // the queries before are done with
             quantise_queries<NT>(b, task, n_head_kv, head_dim_k, k_format == MEMRA_FP8, scale, layer);
-            memra_team_sync(set_up ? 15 : 14, set_up ? 32 * TEAM_WARPS : PIPE_THREADS);
-            set_up = true;
+            memra_team_sync(15, 32 * TEAM_WARPS);
             if (warp < computing) {
                 compute<WORDS, NT>(b, task, k_turn, v_turn, head_dim_k, head_dim_v, n_head_kv, k_format, v_format, group);
             }

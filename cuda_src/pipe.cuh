@@ -90,15 +90,6 @@ __device__ inline void memra_team_sync(int id, int threads) {
 #endif
 }
 
-// Counts this warp in without waiting.
-__device__ inline void memra_team_arrive(int id, int threads) {
-#if MEMRA_PTX
-    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-#else
-    cpu::arrive_at_team((unsigned)id, (unsigned)threads);
-#endif
-}
-
 // memra_team_sync; whether the predicate holds in any of them.
 __device__ inline bool memra_team_any(int id, int threads, bool predicate) {
 #if MEMRA_PTX
