@@ -39,11 +39,19 @@ RUNS = (
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
 
-def called(*command: str) -> tuple[int, str]:
-    """Exit status and output of a command, which is also shown."""
+def called(*command: str, live: bool = False) -> tuple[int, str]:
+    """Exit status and output of a command, which is shown; live: the output too, as it comes."""
     print("$", " ".join(command), flush=True)
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+    lines = []
+    with subprocess.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if live:
+                print(line, end="", flush=True)
+    return process.returncode, "".join(lines)
 
 
 def last_line(text: str) -> str:
@@ -63,8 +71,8 @@ def keep(kind: str, found: dict[str, Any]) -> None:
 def suite() -> list[Line]:
     """Every test, in as many processes as cores; gpu_results.py writes what passed."""
     begin = time.monotonic()
-    status, text = called(sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "auto", "--durations=12")
-    print(text[-6000:])
+    pytest = [sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "auto", "--durations=12"]
+    status, text = called(*pytest, live=True)
     return [("pytest --gpu", status == 0, last_line(text), time.monotonic() - begin)]
 
 
@@ -93,7 +101,7 @@ def sanitized(tool: str, *command: str) -> tuple[Line, str]:
     status, text = called("compute-sanitizer", "--tool", tool, "--error-exitcode", "7", *command)
     summary = re.findall(r"=+ (.*SUMMARY.*)", text)
     if status:
-        print(text[-3000:])
+        print(re.sub(r"(?s)\{\n.*\n\}", "", text)[-6000:])  # what the tool says, without what it watched
     said = summary[-1] if summary else "no summary"
     return (tool, status == 0 and bool(summary), said, time.monotonic() - begin), text
 
