@@ -24,7 +24,8 @@ from memra_driver.check_args import (
     spoil,
 )
 from memra_driver.check_case import TOLERANCE, Case, batch, single
-from memra_driver.kernels import ATTEND_TILE, PIPE_ARCH, AttendGeometry, attend_kernel
+from memra_driver.kernels import ATTEND_TILE, AttendGeometry, attend_kernel
+from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.oracle_formats import encode
 from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
 

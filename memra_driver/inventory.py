@@ -87,8 +87,6 @@ def _driver_version() -> str:
 
 
 def _gpus() -> list[str]:
-    from memra_driver.kernels import PIPE_ARCH  # needs NumPy; the rest tells also where that is missing
-
     driver.init()
     gpus = []
     for ordinal in range(driver.device_get_count()):
@@ -96,7 +94,7 @@ def _gpus() -> list[str]:
         major = driver.device_get_attribute("COMPUTE_CAPABILITY_MAJOR", device)
         minor = driver.device_get_attribute("COMPUTE_CAPABILITY_MINOR", device)
         arch = f"sm_{major}{minor}"
-        path = "bulk copies where the geometry allows, else portable" if arch == PIPE_ARCH else "portable"
+        path = "bulk copies where the geometry allows, else portable" if arch == nvrtc.PIPE_ARCH else "portable"
         gpus.append(f"cuda:{ordinal} {driver.device_get_name(device)}, {arch}, attention: {path}")
     return gpus
 

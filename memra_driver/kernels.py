@@ -60,9 +60,8 @@ ATTEND_PARAMS = (
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
-# The path of attention for GPUs that copy in bulk: entries attend_pipe_W_C, by the dims of V that a warp sums up and
-# the columns of a block.
-PIPE_ARCH = "sm_90"
+# The path of attention for GPUs that copy in bulk, nvrtc.PIPE_ARCH: entries attend_pipe_W_C, by the dims of V that a
+# warp sums up and the columns of a block.
 _BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
 PIPE_COLUMNS = {64: (8, 16, 32), 128: (8, 16, 24), 256: (8,)}
 PIPE_ENTRIES = tuple(f"attend_pipe_{width}_{columns}" for width, all_ in PIPE_COLUMNS.items() for columns in all_)
@@ -262,9 +261,9 @@ KERNELS: dict[str, Kernel] = {
             Kernel(name, "attend.cu", ATTEND_PARAMS, functools.partial(_attend_shape, columns), ATTEND_SHARED_BYTES)
             for name, columns in ATTEND_COLUMNS.items()
         ),
-        # The same sums, for a geometry that has a pipe_width; on PIPE_ARCH only.
+        # The same sums, for a geometry that has a pipe_width; on nvrtc.PIPE_ARCH only.
         *(
-            Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, PIPE_ARCH)
+            Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, nvrtc.PIPE_ARCH)
             for name in PIPE_ENTRIES
         ),
         # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
@@ -325,7 +324,7 @@ class AttendGeometry(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
     """The entry of attend for an arch, a geometry, and a number of columns (rows * query heads per K/V head)."""
-    width = geometry.pipe_width if arch == PIPE_ARCH else None
+    width = geometry.pipe_width if arch == nvrtc.PIPE_ARCH else None
     if width is not None:
         fit = [c for c in PIPE_COLUMNS[width] if geometry.pipe_fits(c)]
         return f"attend_pipe_{width}_{next((c for c in fit if c >= columns), fit[-1])}"

@@ -15,9 +15,10 @@ from memra_driver.check_args import ALONE, ONE_LAYER, Args, partial_sums, poison
 from memra_driver.check_case import Case, single
 from memra_driver.errors import KitError
 from memra_driver.formats import BLOCK, K_FORMATS, V_FORMATS
-from memra_driver.kernels import KERNELS, PIPE_ARCH, AttendGeometry, attend_kernel
+from memra_driver.kernels import KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kit_files import NAMES, Entry, Kit, Writer, arrays_of, entries_of
 from memra_driver.layout import HEALTH_BYTES
+from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
 from memra_driver.reference_common import BY_CODE
 

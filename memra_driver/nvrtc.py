@@ -31,6 +31,7 @@ NEED_NVRTC = "'cuda-toolkit[nvrtc]==13.*' (or 12.*, as cuda-python)"
 ELF = b"\x7fELF"
 DIGEST_BYTES = 32  # a cache entry is the cubin, then its SHA-256
 
+PIPE_ARCH = "sm_90"  # the arch that attend_pipe.cu is for: others have the portable text of attention alone
 HOST_ONLY = ("memra_api.h",)  # which memra_driver.h includes for C compilers alone: no kernel depends on it
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d+[af]?")

@@ -31,8 +31,9 @@ from kernel_runs import run, run_batch
 
 from memra_driver.check_args import LAYER, PAIRS, Dims, Pair
 from memra_driver.health import Fault, FaultCount
-from memra_driver.kernels import KERNELS, PIPE_ARCH, PIPE_COLUMNS, AttendGeometry, attend_kernel
+from memra_driver.kernels import KERNELS, PIPE_COLUMNS, AttendGeometry, attend_kernel
 from memra_driver.memory import CudaSlice
+from memra_driver.nvrtc import PIPE_ARCH
 
 # By what a warp sums up: 64, 128 and 256 dims; teams of 8, 4, 2 and 1 warps; stages of 64, 32 and 16 keys.
 SHAPES: list[tuple[Heads, Dims]] = [
