@@ -17,7 +17,7 @@ from memra_driver.bench_raw import Packed, from_c, packed_launches
 from memra_driver.bench_rows import Row, Sizes
 from memra_driver.bench_work import ATTENTION, FUSED, Workload
 from memra_driver.errors import MemraError
-from memra_driver.kernels import KernelSet
+from memra_driver.launches import KernelSet
 from memra_driver.plan import CacheOptions
 
 CALLS = 32  # of advance in a row

@@ -1,4 +1,4 @@
-"""The kernel table (name, source, parameters, launch shape), launch plans, and module loading.
+"""The kernel table: name, source, parameters, launch shape; and which entry serves a geometry.
 
 One table serves everybody: the CUDA texts in `cuda_src` have these parameters in this order (a
 test compares), `reference.py` has a function of the same name with the same parameters, and
@@ -11,23 +11,14 @@ record of its cache (`health`, may be null) and the layer that it works for.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from memra_driver import driver, nvrtc
-from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
+from memra_driver import nvrtc
 from memra_driver.formats import BLOCK, FORMATS
-from memra_driver.memory import CudaSlice, OpenWatch, run_all
 from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
-
-if TYPE_CHECKING:
-    from memra_driver.device import CudaContext, CudaStream
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
@@ -332,166 +323,3 @@ def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
     narrow, wide = f"attend_{width}", f"attend_{width}_wide"
     shared_bytes = attend_shared_bytes(32, geometry.head_dim_k, geometry.head_dim_v)
     return wide if columns > 8 and wide in ATTEND_COLUMNS and shared_bytes <= ATTEND_SHARED_BYTES else narrow
-
-
-_CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
-
-
-class LaunchPlan:
-    """One loaded kernel with its parameter block, which each launch fills in place.
-
-    The driver copies the block during the call, so it may be filled again at once. Not for two
-    threads at a time.
-    """
-
-    def __init__(self, kernel: Kernel, handle: int) -> None:
-        self.kernel = kernel
-        self.handle = handle
-        self.names = tuple(name for _, name in kernel.params)
-        self.is_pointer = tuple(kind.endswith("*") for kind, _ in kernel.params)
-        fields = [(name, _CTYPES.get(kind, ctypes.c_uint64)) for kind, name in kernel.params]
-        block = type(f"{kernel.name}_params", (ctypes.Structure,), {"_fields_": fields})
-        self._block = block()
-        base = ctypes.addressof(self._block)
-        offsets = [getattr(block, name).offset for name in self.names]
-        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
-        self.layout = [(offset, ctypes.sizeof(kind)) for offset, (_, kind) in zip(offsets, fields, strict=True)]
-
-    def launch(self, stream: int, args: Sequence[Any]) -> None:
-        """Enqueues the kernel with its arguments in the table's order; slices give their address, None is null."""
-        grid, threads, shared_bytes = self._fill(args)
-        driver.launch_kernel(
-            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
-        )
-
-    def prepare(self, context: CudaContext, stream: CudaStream, args: Sequence[Any]) -> Launch:
-        """The launch of these arguments, to be run as often as wanted."""
-        shape = self._fill(args)
-        block = type(self._block).from_buffer_copy(self._block)
-        pointers = (ctypes.c_void_p * len(self.layout))(*(ctypes.addressof(block) + at for at, _ in self.layout))
-        call = driver.launch_arguments(self.handle, *shape, stream.handle, ctypes.addressof(pointers))
-        return Launch(self, context, stream, block, pointers, call, args)
-
-    def close(self) -> None:
-        """The kernel is gone."""
-        self.handle = 0
-
-    def _fill(self, args: Sequence[Any]) -> Shape:
-        """Puts the arguments into the block; returns the launch shape."""
-        if len(args) != len(self.names):
-            raise AbiError(f"{self.kernel.name} takes {len(self.names)} arguments, not {len(args)}")
-        block = self._block
-        for name, pointer, value in zip(self.names, self.is_pointer, args, strict=True):
-            if pointer:
-                value = 0 if value is None else value.ptr
-            setattr(block, name, value)
-        return self.kernel.shape(dict(zip(self.names, args, strict=True)))
-
-
-class Launch:
-    """A kernel with its arguments in place, in a block of its own.
-
-    `field(name).value` writes one of them over: none that the launch shape depends on.
-    """
-
-    def __init__(
-        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any, call: Any,
-        args: Sequence[Any],
-    ) -> None:  # fmt: skip
-        self._plan, self._context, self._stream = plan, context, stream
-        self._block, self._pointers = block, pointers  # what `call` has the address of
-        self._call, self._name = call, plan.kernel.name
-        self._fields: dict[str, Any] = {}
-        self._slices = OpenWatch(each for each in args if isinstance(each, CudaSlice))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the kernel is still loaded, the stream still there, and no slice among the arguments closed since."""
-        return self._plan.handle != 0 and self._stream._handle is not None and self._slices.is_true()
-
-    def has(self, name: str) -> bool:
-        """Whether the kernel has a parameter of this name."""
-        return name in self._plan.names
-
-    def field(self, name: str) -> Any:
-        """The place of one argument."""
-        found = self._fields.get(name)
-        if found is None:
-            kind = dict(self._block._fields_)[name]
-            found = self._fields[name] = kind.from_buffer(self._block, getattr(type(self._block), name).offset)
-        return found
-
-    def run(self) -> None:
-        """Enqueues the kernel."""
-        self._context.bind()
-        driver.launch_kernel_again(self._call, self._name)
-
-
-def _unload_quietly(libraries: dict[str, int], pid: int) -> None:
-    """What is not closed is unloaded when the object dies; not in a forked child, and without raising."""
-    if os.getpid() == pid:
-        with contextlib.suppress(MemraError):
-            while libraries:
-                driver.library_unload(libraries.popitem()[1])
-
-
-class KernelSet:
-    """The kernels of one device (arch, CUdevice), compiled or found in the cache at their first use."""
-
-    def __init__(self, arch: str, device: int) -> None:
-        self.arch = arch
-        self.device = device
-        self._libraries: dict[str, int] = {}
-        self._plans: dict[str, LaunchPlan] = {}
-        self._unload = weakref.finalize(self, _unload_quietly, self._libraries, os.getpid())
-        self._unload.atexit = False
-
-    def has(self, name: str) -> bool:
-        """Whether a kernel is loaded."""
-        return name in self._plans
-
-    def plan(self, name: str) -> LaunchPlan:
-        """The launch plan of a kernel. The first use of a source may compile it.
-
-        Raises CompileError, NoDriver (NVRTC is missing), DriverError, and AbiError when the loaded
-        kernel's parameters are not those of the table.
-        """
-        found = self._plans.get(name)
-        return self._load(KERNELS[name]) if found is None else found
-
-    def load_all(self) -> None:
-        """Loads every kernel of the table; what has to be compiled for that is compiled at once, in threads."""
-        served = [kernel for kernel in KERNELS.values() if kernel.arch in (None, self.arch)]
-        missing = {kernel.source for kernel in served} - self._libraries.keys()
-        for source, cubin in nvrtc.compile_sources(sorted(missing), self.arch).items() if missing else ():
-            self._libraries[source] = driver.library_load_data(cubin)
-        for kernel in served:
-            self.plan(kernel.name)
-
-    def close(self) -> None:
-        """Unloads everything; may be called twice. The work that uses it must have ended."""
-        mine = [*(plan.close for plan in self._plans.values())]
-        mine += [functools.partial(driver.library_unload, library) for library in self._libraries.values()]
-        self._plans.clear()
-        self._libraries.clear()
-        run_all(mine)
-
-    def _load(self, kernel: Kernel) -> LaunchPlan:
-        library = self._libraries.get(kernel.source)
-        if library is None:
-            library = driver.library_load_data(nvrtc.compile_cubin(kernel.source, self.arch))
-            self._libraries[kernel.source] = library
-        plan = LaunchPlan(kernel, driver.library_get_kernel(library, kernel.name))
-        if kernel.shared_bytes:
-            limit = kernel.shared_bytes
-            driver.kernel_set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", limit, plan.handle, self.device)
-        try:
-            found = driver.kernel_get_param_info(plan.handle, len(plan.layout))
-        except UnsupportedDriver:
-            found = plan.layout  # a driver before 12.4 does not tell
-        if found != plan.layout:
-            raise AbiError(
-                f"{kernel.name} was built with parameters {found} (offset, bytes); the table has {plan.layout}"
-            )
-        self._plans[kernel.name] = plan
-        return plan

@@ -27,7 +27,8 @@ from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, H
 from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.interop import same_stream
-from memra_driver.kernels import KERNELS, KernelSet, Launch
+from memra_driver.kernels import KERNELS
+from memra_driver.launches import KernelSet, Launch
 from memra_driver.memory import Borrowed, run_all
 
 S = TypeVar("S")

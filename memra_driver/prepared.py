@@ -22,7 +22,7 @@ from memra_driver.place import Action
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
     from memra_driver.cache import Cache
-    from memra_driver.kernels import Launch
+    from memra_driver.launches import Launch
 
 _OURS = frozenset({CudaSlice, CudaView, Borrowed})
 _PLAIN = frozenset({float, int, type(None)})  # of other types equal values may mean different things

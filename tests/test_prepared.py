@@ -13,7 +13,7 @@ from caches import POLICY, Feed, image, rows_of, tiny
 from conftest import MakeDev
 from standin import StandIn
 
-from memra_driver import kernels, ops
+from memra_driver import launches, ops
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache, CacheState
 from memra_driver.errors import CapacityError, ConfigError, MemraError, StateError
@@ -423,16 +423,16 @@ def test_a_tape_that_somebody_closed_is_not_read(make_dev: MakeDev) -> None:
 
 
 def test_what_is_kept_for_later_asks_the_driver_for_nothing(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = kernels.LaunchPlan.launch
+    launch = launches.LaunchPlan.launch
 
-    def then_fail(plan: kernels.LaunchPlan, stream: int, args: Any) -> None:
+    def then_fail(plan: launches.LaunchPlan, stream: int, args: Any) -> None:
         launch(plan, stream, args)
         cuda.context.record_error(StateError("a finaliser failed"))
 
     with new(cuda) as cache:
         engine = Engine(cache, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels.LaunchPlan, "launch", then_fail)
+            patch.setattr(launches.LaunchPlan, "launch", then_fail)
             engine.append()  # it stands, and the next call has the error
         assert (cache.step_rows, len(cache.prepared)) == (1, 1)
         with pytest.raises(StateError, match="a finaliser failed"):
@@ -481,9 +481,9 @@ def test_kernels_that_were_unloaded_are_loaded_anew(make_dev: MakeDev, monkeypat
         e.synchronize()  # as its close says
         e.kernels.close()
         loaded: list[str] = []
-        load = kernels.KernelSet._load
+        load = launches.KernelSet._load
         monkeypatch.setattr(
-            kernels.KernelSet, "_load", lambda self, kernel: (loaded.append(kernel.name), load(self, kernel))[1]
+            launches.KernelSet, "_load", lambda self, kernel: (loaded.append(kernel.name), load(self, kernel))[1]
         )
         engine.append()
         cache.advance(e)
@@ -538,7 +538,7 @@ def test_an_interrupt_taints(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None
         engine.append()
         cache.advance(cuda)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels.Launch, "run", interrupt)
+            patch.setattr(launches.Launch, "run", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.append()
         assert cache.state is CacheState.TAINTED
