@@ -174,7 +174,7 @@ def _history(done: Outcome) -> list[dict[str, Any]]:
 @app.command()
 def check(
     device: Device = "auto",
-    small: Annotated[bool, typer.Option("--small", help="Small shapes only, for a sanitizer.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Small shapes only: for a sanitizer, or a CPU.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the inputs; of the first program of a soak.")] = None,
     save: Annotated[Path, typer.Option(help="Where the first input that fails is written.")] = Path("check-failed.npz"),
     replay: Annotated[Path | None, typer.Option(help="Run one saved input again instead.")] = None,
@@ -200,9 +200,9 @@ def check(
     Exit status: 0 nothing was found, 1 something was, 130 it was interrupted before.
     """
     if soak is not None or soak_seed is not None:
-        if replay is not None or small:
-            raise ConfigError("--soak and --soak-seed do not go with --replay and --small")
-        status = cli_soak.soak(_opener(device), soak, soak_seed, seed, as_json=as_json)
+        if replay is not None:
+            raise ConfigError("--soak and --soak-seed do not go with --replay")
+        status = cli_soak.soak(_opener(device), soak, soak_seed, seed, small=small, as_json=as_json)
         raise typer.Exit(status)
     from memra_driver import check as checks
     from memra_driver import nvrtc

@@ -9,14 +9,20 @@ from typing import Any
 
 
 def soak(
-    make: Callable[[bool], Any], minutes: float | None, only: int | None, first: int | None, *, as_json: bool
+    make: Callable[[bool], Any],
+    minutes: float | None,
+    only: int | None,
+    first: int | None,
+    *,
+    small: bool,
+    as_json: bool,
 ) -> int:
     """Programs for so many minutes from seed `first` on, or the one of seed `only`; returns the exit status."""
     from memra_driver import nvrtc
     from memra_driver.soak import INTERRUPTED, Soak
 
     drawn = secrets.randbelow(10**9) if first is None else first
-    soaking = Soak(make, drawn if only is None else only)
+    soaking = Soak(make, drawn if only is None else only, small=small)
     try:
         found = iter(soaking.program(only)) if only is not None else soaking.run(60 * (minutes or 0))
         for each in found:

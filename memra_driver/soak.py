@@ -94,11 +94,11 @@ class Soak:
     """Programs one after the other. `run()` yields each finding as it is made; `report` stands at any time.
 
     make: makes a device object; it is called a few times, and all are closed by `close()`. seed: of the first program;
-    the next has the next. A device that was lost, or Ctrl-C, ends it and is told in report.ended.
+    the next has the next. small: small models only. A device that was lost, or Ctrl-C, ends it: see report.ended.
     """
 
-    def __init__(self, make: MakeDevice, seed: int) -> None:
-        self.make, self.report = make, Report(seed)
+    def __init__(self, make: MakeDevice, seed: int, *, small: bool = False) -> None:
+        self.make, self.small, self.report = make, small, Report(seed)
         self._devices: dict[tuple[int, bool], list[Any]] = {}
         self._stop = threading.Event()
         self._context: CudaContext | None = None
@@ -126,7 +126,8 @@ class Soak:
         random = Random(f"program {seed}")
         parts = []
         for number in range(random.choice((1, 2))):
-            parts.append(Part(seed, number, self._devices_of(number, random.random() < 0.75)))
+            devices = self._devices_of(number, random.random() < 0.75)
+            parts.append(Part(seed, number, devices, small=self.small))
         held = [[e.live() for e in part.devices] for part in parts]
         errors: list[BaseException | None] = [None] * len(parts)
 
@@ -140,8 +141,13 @@ class Soak:
         self._let_run(threads)
         findings = []
         for number, (part, error, before) in enumerate(zip(parts, errors, held, strict=True)):
-            what = self._told(error) if error is not None else self._left_behind(part, before)
-            errors[number] = None  # its frames hold the caches
+            if error is None:
+                try:
+                    self._look_behind(part, before)
+                except (Difference, DriverError) as left:
+                    error = left
+            what = "" if error is None else self._told(error)
+            errors[number] = error = None  # its frames hold the caches
             if what:
                 steps, again = part.tally.steps, self._again(seed)
                 findings.append(Finding(seed, number, steps, part.last, str(part), what, again))
@@ -200,7 +206,8 @@ class Soak:
 
     def _again(self, seed: int) -> str:
         """The command that runs one program alone."""
-        return f"memra-driver check --device {self.report.device.partition(' ')[0]} --soak-seed {seed}"
+        device, small = self.report.device.partition(" ")[0], " --small" if self.small else ""
+        return f"memra-driver check --device {device}{small} --soak-seed {seed}"
 
     def _let_run(self, threads: list[threading.Thread]) -> None:
         """Starts them and waits; Ctrl-C lets them end at their next call."""
@@ -238,13 +245,15 @@ class Soak:
             self.report.ended = f"the device is of no use any more: {second}"
             self._stop.set()
 
-    def _left_behind(self, part: Part, before: list[tuple[int, int]]) -> str:
+    @staticmethod
+    def _look_behind(part: Part, before: list[tuple[int, int]]) -> None:
+        """A part has given back all that it made."""
         for e, (things, n_bytes) in zip(part.devices, before, strict=True):
             e.synchronize()
             now = e.live()
             if now != (things, n_bytes):
-                return f"{now[0] - things} things with {now[1] - n_bytes} bytes were left behind on {e!r}"
-        return ""
+                left = f"{now[0] - things} things with {now[1] - n_bytes} bytes"
+                raise Difference(f"{left} were left behind on {e!r}")
 
     def _count(self, parts: list[Part], findings: list[Finding]) -> None:
         report = self.report

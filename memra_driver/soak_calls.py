@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memra_driver import ops
-from memra_driver.health import Fault
+from memra_driver.health import Fault, FaultCount
 from memra_driver.soak_lane import HIDDEN
 from memra_driver.soak_look import same
 from memra_driver.soak_model import BOTH, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
@@ -258,13 +258,17 @@ class Program(Steps):
             self.faults = set()
             same("a cleared error record", str(self.cache.health()), "no faults")
 
-    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 3, tokens=TOKENS)
+    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 9, tokens=TOKENS)
     def overrun(self, tokens: list[int]) -> None:
         """An engine launches a recorded round once too often: no row has room, so none is written, and it is told."""
         made = self.recorded[True]
         if not self.settled or self.pos <= self.capacity - WIDTH or made.park or made.taps:
             return
+        self.look_at_health(clear=True)
         self.fill(made, tokens, 0)
         self.cache.prepare_replay(self.e)
         launch_by_hand(self.e, made.graph)
-        self.faults.add(Fault.SLOT_RANGE)
+        reads = self.player.oracle.reads
+        told = {Fault.SLOT_RANGE: FaultCount(len(self.owners) + len(reads), min(reads), self.pos)}
+        same("what a launch without room tells", self.cache.health().faults, told)
+        self.cache.clear_health()

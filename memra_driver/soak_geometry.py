@@ -41,15 +41,25 @@ class Geometry:
         return f"{cfg.arch}, {cfg.n_layer} layers, {heads}{state}, {self.policy.k}/{self.policy.v}"
 
 
-def drawn(random: Random, *, large: bool = False) -> Geometry:
-    """Any model: hybrid, attention only, Gemma's or Step's layers. large: of the widths that models have."""
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {  # what is drawn from, by the width of the model
+    "small": {"kv": (1, 1, 2), "gqa": (1, 2), "dim": (64, 64, 96), "state": (32,), "groups": (1,), "n_vocab": (5, 40)},
+    "usual": {
+        "kv": (1, 1, 2), "gqa": (1, 2, 3, 4, 8), "dim": (64, 64, 64, 96, 128), "state": (32, 32, 32, 64),
+        "groups": (1, 1, 2), "n_vocab": (5, 16, 300),
+    },
+    "large": {"kv": (1, 2), "gqa": (4, 8), "dim": (128, 256), "state": (128,), "groups": (4, 8), "n_vocab": (10_000,)},
+}  # fmt: skip
+
+
+def drawn(random: Random, width: str = "usual") -> Geometry:
+    """Any model: hybrid, attention only, Gemma's or Step's layers. width: one of SIZES; large are those of models."""
+    sizes = SIZES[width]
     kind = random.choice(("hybrid", "hybrid", "hybrid", "attention", "gemma4", "step35"))
-    heads_kv, gqa = random.choice((1, 1, 2)), random.choice((1, 2, 3, 4, 8))
-    dim = random.choice((128, 256) if large else (64, 64, 64, 96, 128))
-    ssm = _states(random, large)
+    heads_kv, gqa, dim = (random.choice(sizes[name]) for name in ("kv", "gqa", "dim"))
+    ssm = _states(random, sizes)
     size: dict[str, Any] = {
         "n_head": heads_kv * gqa, "n_head_kv": heads_kv, "head_dim_k": dim, "head_dim_v": dim, "n_embd": 8,
-        "n_vocab": random.choice((5, 16, 300)),
+        "n_vocab": random.choice(sizes["n_vocab"]),
     }  # fmt: skip
     if kind == "attention":
         cfg = ModelConfig(n_layer=random.randint(1, 3), **size)
@@ -60,7 +70,7 @@ def drawn(random: Random, *, large: bool = False) -> Geometry:
         n_layer = random.choice((interval, interval + 1, max(4, interval)))
         size |= {"full_attention_interval": interval, "ssm": ssm}
         part = Step35Config(
-            head_count=tuple(heads_kv * random.choice((1, 2, 4)) for _ in range(n_layer)),
+            head_count=tuple(heads_kv * random.choice(sizes["gqa"]) for _ in range(n_layer)),
             head_count_kv=(heads_kv,) * n_layer, swa_pattern=tuple(random.random() < 0.5 for _ in range(n_layer)),
             sliding_window=random.choice((1, 2, 5, 64)),
         )  # fmt: skip
@@ -73,9 +83,8 @@ def drawn(random: Random, *, large: bool = False) -> Geometry:
     return Geometry(cfg, {il: (cfg.kv_source(il), cfg.window(il) or 0) for il in attending}, policy)
 
 
-def _states(random: Random, large: bool) -> SsmConfig:
-    size = random.choice((128,) if large else (32, 32, 32, 64))
-    groups = random.choice((4, 8) if large else (1, 1, 2))
+def _states(random: Random, sizes: dict[str, tuple[int, ...]]) -> SsmConfig:
+    size, groups = (random.choice(sizes[name]) for name in ("state", "groups"))
     return SsmConfig(
         conv_kernel=random.choice((2, 3, 4, 4, 4, 8)), state_size=size, group_count=groups,
         time_step_rank=groups * random.choice((1, 2, 3)),

@@ -96,7 +96,8 @@ class Model:
         """
         chance = random.Random(number)
         some = chance.random() < 0.75
-        events = events_of(type(self))
+        kind: Any = type(self)
+        events = events_of(kind)
         weights = {name: weight for name, (likely, weight, _) in events.items() if not some or likely(self)}
         (name,) = chance.choices([*weights], [*weights.values()])
         arguments = {key: chance.choice(choices) for key, choices in events[name][2].items()}

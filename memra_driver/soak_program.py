@@ -23,7 +23,8 @@ from memra_driver.soak_lane import Lane
 from memra_driver.soak_look import same_bytes
 from memra_driver.soak_plain import Oracle
 
-LARGE_CHANCE = 0.02
+LARGE_CHANCE, PROMPT_CHANCE = 0.02, 0.1
+PROMPTS = (61, 61, 130)  # tokens: close to the ends of tiles of keys
 MOST_CACHES = 3  # of a part
 MOST_STRANGERS = 4
 
@@ -43,12 +44,12 @@ class Stranger:
     """Memory that no cache has to do with: filled in one stream, copied in another, and looked at before it goes."""
 
     def __init__(self, random: Random, devices: Sequence[Any]) -> None:
-        e = random.choice(devices)
+        e, other = random.sample(devices, 2)
         self.bytes = np.frombuffer(random.randbytes(random.choice((4, 100, 256, 4096, 70_000))), np.uint8)
         self.slice = e.alloc_u8(self.bytes.size)
         self.slice.copy_from(self.bytes)
-        if random.random() < 0.5:
-            source, other = self.slice, random.choice(devices)
+        if random.random() < 0.8:
+            source = self.slice
             self.slice = other.alloc_u8(source.len)
             other.copy_into(self.slice, 0, source, source.len)
             source.close()
@@ -62,18 +63,19 @@ class Stranger:
 
 
 class Part:
-    """What one thread of a program does. `devices`: objects of one GPU with a stream each; caches live on the first.
+    """What one thread of a program does. `devices`: two objects of one GPU; caches live on the first.
 
+    small: only models and lengths that a CPU is fast enough for.
     After it `tally` says what was done, `last` the call that was made last.
     """
 
-    def __init__(self, seed: int, number: int, devices: Sequence[Any]) -> None:
+    def __init__(self, seed: int, number: int, devices: Sequence[Any], *, small: bool) -> None:
         random = self.random = Random(f"{seed}/{number}")
         self.devices, self.e = devices, devices[0]
-        large = random.random() < LARGE_CHANCE
-        self.geometry: Geometry = drawn(random, large=large)
-        self.prompt = 0 if large or random.random() < 0.9 else random.choice((61, 61, 130))
-        self.capacity = self.prompt + random.randint(12, 28)
+        width = "small" if small else "large" if random.random() < LARGE_CHANCE else "usual"
+        self.geometry: Geometry = drawn(random, width)
+        self.prompt = random.choice(PROMPTS) if width == "usual" and random.random() < PROMPT_CHANCE else 0
+        self.capacity = self.prompt + random.randint(8 if small else 12, 16 if small else 28)
         self.length = random.randint(20, 60)
         self.tally, self.last = Tally(), "its birth"
         self.programs: list[Program] = []
@@ -101,11 +103,11 @@ class Part:
 
     def _step(self) -> None:
         chosen = self.random.random()
-        if chosen < 0.08:
+        if chosen < 0.1:
             self._a_stranger()
-        elif chosen < 0.12 and len(self.programs) < MOST_CACHES:
+        elif chosen < 0.14 and len(self.programs) < MOST_CACHES:
             self._be_born()
-        elif chosen < 0.13 and len(self.programs) > 1:
+        elif chosen < 0.15 and len(self.programs) > 1:
             self._end(self.random.randrange(len(self.programs)))
         elif chosen < 0.2 and len(self.programs) > 1:
             self._batch()
