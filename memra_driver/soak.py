@@ -213,16 +213,13 @@ class Soak:
         """Starts them and waits; Ctrl-C lets them end at their next call."""
         for thread in threads:
             thread.start()
-        interrupted = False
         for thread in threads:
             while thread.is_alive():
                 try:
                     thread.join(POLL_SECONDS)
                 except KeyboardInterrupt:
                     self._stop.set()
-                    interrupted = True
-        if interrupted:
-            raise KeyboardInterrupt
+                    self.report.ended = INTERRUPTED
 
     def _told(self, error: BaseException) -> str:
         """What an error says; of one that nobody foresaw, where it came from."""

@@ -25,9 +25,9 @@ class Geometry:
     reads: Reads
     policy: FormatPolicy = field(default_factory=FormatPolicy)
 
-    def oracle(self, e: Any, max_ctx: int) -> Oracle:
+    def oracle(self, e: Any, max_ctx: int, salt: int = 0) -> Oracle:
         """What decodes plainly on device e."""
-        return Oracle(e, self.cfg, self.policy, max_ctx, self.reads)
+        return Oracle(e, self.cfg, self.policy, max_ctx, self.reads, salt=salt)
 
     def player(self, e: Any, max_ctx: int, oracle: Oracle | None = None) -> Player:
         """A cache and its oracle, or that of others."""

@@ -70,10 +70,12 @@ def columns(cfg: ModelConfig, il: int) -> dict[str, int]:
 class Lane:
     """Buffers of one step of `rows` rows over a cache, or over a batch of sequences.
 
-    fused: the last linear layer takes recur_step, the others its three operations one by one.
+    fused: the last linear layer takes recur_step, the others its three operations one by one. salt: added to each
+    token, so that others stand for them.
     """
 
-    def __init__(self, cache: Any, rows: int, *, fused: bool = True) -> None:
+    def __init__(self, cache: Any, rows: int, *, fused: bool = True, salt: int = 0) -> None:
+        self.salt = salt
         self.cfg, self.rows, self.n = cache.cfg, rows, len(cache.members)
         first = cache.members[0]
         self.owners = {il: first.devices[first.plan.device_of(il)] for il in range(self.cfg.n_layer)}
@@ -128,7 +130,7 @@ class Lane:
             raise ValueError(f"{sequences} for {self.n} sequences of {self.rows} rows")
         for whole, parts in self._inputs:
             flat = [
-                _row(token, il, name, start + r, size)
+                _row(self.salt + token, il, name, start + r, size)
                 for il, name, size in parts
                 for start, tokens in sequences
                 for r, token in enumerate(tokens)

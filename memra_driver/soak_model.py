@@ -78,7 +78,7 @@ class Model:
         self.parked: tuple[float, int] | None = None  # value, and the length that it belongs to
         self.parked_sure = False  # behind every count that the host does not know
         self.can_park = False  # in a capture, which allocates nothing: once something was parked
-        self.taps = Taps()
+        self.taps = Taps(player.oracle.salt)
         self.faults: set[Fault] = set()  # what the error record tells of
         self.refused = 0  # calls so far
         self.where = addresses(self.cache)

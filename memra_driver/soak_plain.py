@@ -45,17 +45,17 @@ class Oracle:
 
     reads: what each layer attends to; without it each reads all of its own K/V. moments: what is remembered already,
     by another oracle of the same model on the same kind of device. most_bytes: how much is remembered; beyond that all
-    of it is forgotten, and decoded again when somebody asks. compared: bytes that were held against the formulas, or by
-    others against what is remembered.
+    of it is forgotten, and decoded again when somebody asks. salt: of the lanes. compared: bytes that were held against
+    the formulas, or by others against what is remembered.
     """
 
     def __init__(
         self, e: Any, cfg: ModelConfig, policy: FormatPolicy, max_ctx: int, reads: Reads | None = None, *,
-        moments: dict[Tokens, Moment] | None = None, most_bytes: int = 1 << 28,
+        moments: dict[Tokens, Moment] | None = None, most_bytes: int = 1 << 26, salt: int = 0,
     ) -> None:  # fmt: skip
-        self.e, self.most_bytes, self.compared = e, most_bytes, 0
+        self.e, self.most_bytes, self.salt, self.compared = e, most_bytes, salt, 0
         self.cache = Cache.new(e, cfg, max_ctx, policy=policy)
-        self.lane = Lane(self.cache, 1, fused=False)
+        self.lane = Lane(self.cache, 1, fused=False, salt=salt)
         attending = [il for il, kind in self.lane.kinds.items() if kind != "LINEAR"]
         self.reads = {il: (il, 0) for il in attending} if reads is None else reads
         if [*self.reads] != attending:
@@ -132,7 +132,9 @@ class Oracle:
             self.check_attended(tokens, il, after.results[il, "attended"])
 
     def _input(self, tokens: Tokens, il: int, name: str) -> Array:
-        return rows_of(tokens[-1], il, name, len(tokens) - 1, 1, columns(self.cache.cfg, il)[name]).reshape(-1)
+        return rows_of(self.salt + tokens[-1], il, name, len(tokens) - 1, 1, columns(self.cache.cfg, il)[name]).reshape(
+            -1
+        )
 
     def _check_rows(self, tokens: Tokens, il: int, before: Moment, after: Moment) -> None:
         layer = self.cache.kv[il]

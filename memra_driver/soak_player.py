@@ -41,7 +41,7 @@ class Player:
     def lane(self, rows: int) -> Lane:
         """The buffers of a step of so many rows."""
         if rows not in self._lanes:
-            self._lanes[rows] = Lane(self.cache, rows)
+            self._lanes[rows] = Lane(self.cache, rows, salt=self.oracle.salt)
         return self._lanes[rows]
 
     @property
@@ -143,7 +143,7 @@ class Recorded:
         self.taps = list(taps)
         self.sink: tuple[Any, ...] | None = None
         cache, e = player.cache, player.e
-        self.lane = Lane(cache, rows)
+        self.lane = Lane(cache, rows, salt=player.oracle.salt)
         self.count, self.logits = e.htod_i32([0]), e.zeros(cache.cfg.n_vocab)
         try:
             with e.capture() as self.graph:
@@ -209,9 +209,10 @@ def launch_by_hand(e: Any, graph: Graph) -> None:
 
 
 class Taps:
-    """What stands in the tap sink of a cache, by what was armed and written."""
+    """What stands in the tap sink of a cache, by what was armed and written. salt: of the lanes."""
 
-    def __init__(self) -> None:
+    def __init__(self, salt: int = 0) -> None:
+        self.salt = salt
         self.ids: list[int] = []
         self.t = 0
         self.rows: dict[tuple[int, int], bytes] = {}  # by row and slot; what nobody wrote is undefined
@@ -238,7 +239,7 @@ class Taps:
         for slot, il in enumerate(self.ids):
             if il in layers:
                 for r, token in enumerate(tokens):
-                    self.rows[r, slot] = rows_of(token, il, "residual", start + r, 1, HIDDEN).tobytes()
+                    self.rows[r, slot] = rows_of(self.salt + token, il, "residual", start + r, 1, HIDDEN).tobytes()
 
     def mark(self) -> tuple[Any, ...]:
         """What a capture that begins now will write to."""

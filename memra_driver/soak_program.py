@@ -77,6 +77,7 @@ class Part:
         self.prompt = random.choice(PROMPTS) if width == "usual" and random.random() < PROMPT_CHANCE else 0
         self.capacity = self.prompt + random.randint(8 if small else 12, 16 if small else 28)
         self.length = random.randint(20, 60)
+        self.salt = random.getrandbits(20) << 1
         self.tally, self.last = Tally(), "its birth"
         self.programs: list[Program] = []
         self.strangers: list[Stranger] = []
@@ -90,7 +91,7 @@ class Part:
         """Runs the part, or as far as nobody has stopped it; frees all that it made, whatever happens."""
         with ExitStack() as stack:
             stack.callback(self._close)
-            self.oracle = self.geometry.oracle(self.e, self.capacity)
+            self.oracle = self.geometry.oracle(self.e, self.capacity, self.salt)
             self._be_born()
             for _ in range(self.length):
                 if stopped():
@@ -177,7 +178,7 @@ class Part:
 
     def _step_together(self, programs: Sequence[Program], tokens: Sequence[Sequence[int]]) -> None:
         with CacheBatch([each.cache for each in programs]) as batch, ExitStack() as stack:
-            lane = Lane(batch, len(tokens[0]))
+            lane = Lane(batch, len(tokens[0]), salt=programs[0].player.oracle.salt)
             stack.callback(lane.close)
             lane.fill(*((each.start, mine) for each, mine in zip(programs, tokens, strict=True)))
             lane.run(batch)

@@ -22,7 +22,7 @@ class Steps(Model):
     def __init__(self, player: Player) -> None:
         super().__init__(player)
         self.batch = CacheBatch([self.cache])
-        self.batch_lane = Lane(self.batch, 1)
+        self.batch_lane = Lane(self.batch, 1, salt=player.oracle.salt)
 
     def close(self) -> None:
         self.batch.close()
