@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -137,8 +138,7 @@ class Soak:
             except BaseException as error:
                 errors[number] = error
 
-        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(parts))]
-        self._let_run(threads)
+        self._let_run([partial(run, number) for number in range(len(parts))])
         findings = []
         for number, (part, error, before) in enumerate(zip(parts, errors, held, strict=True)):
             if error is None:
@@ -209,17 +209,25 @@ class Soak:
         device, small = self.report.device.partition(" ")[0], " --small" if self.small else ""
         return f"memra-driver check --device {device}{small} --soak-seed {seed}"
 
-    def _let_run(self, threads: list[threading.Thread]) -> None:
-        """Starts them and waits; Ctrl-C lets them end at their next call."""
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                try:
-                    thread.join(POLL_SECONDS)
-                except KeyboardInterrupt:
-                    self._stop.set()
-                    self.report.ended = INTERRUPTED
+    def _let_run(self, jobs: list[Callable[[], None]]) -> None:
+        """Each on a thread of its own, until all have ended; Ctrl-C lets them end at their next call."""
+        ended = [threading.Event() for _ in jobs]
+
+        def run(number: int) -> None:
+            try:
+                jobs[number]()
+            finally:
+                ended[number].set()
+
+        for number in range(len(jobs)):
+            threading.Thread(target=run, args=(number,), daemon=True).start()
+        while not all(each.is_set() for each in ended):
+            try:
+                for each in ended:
+                    each.wait(POLL_SECONDS)
+            except KeyboardInterrupt:
+                self._stop.set()
+                self.report.ended = INTERRUPTED
 
     def _told(self, error: BaseException) -> str:
         """What an error says; of one that nobody foresaw, where it came from."""

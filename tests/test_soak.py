@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from memra_driver.kvdev import CudaDev, HostDev
 from memra_driver.round import Round
 from memra_driver.rules import CacheRules
 from memra_driver.snapshot import CacheSnapshot
-from memra_driver.soak import IN_TIME, Finding, Soak
+from memra_driver.soak import IN_TIME, Soak
 from memra_driver.soak_look import same
 from memra_driver.soak_program import Part
 
@@ -52,14 +51,14 @@ def soaking(standin: StandIn) -> Iterator[Callable[..., Soak]]:
     _alive.clear()
 
 
-def first(soak: Soak, seed: int) -> Finding | None:
-    """What the first of some programs finds."""
-    for number in itertools.count(seed):
+def finds(soak: Soak, seed: int) -> bool:
+    """Whether one of some programs finds something. The first does as it stands; the others would, too."""
+    for number in range(seed, seed + MOST_PROGRAMS):
         found = soak.program(number)
-        if found or number == seed + MOST_PROGRAMS:
-            print(number, found and found[0].line())
-            return found[0] if found else None
-    return None
+        if found:
+            print(f"program {number}: {found[0].line()}")
+            return True
+    return False
 
 
 def wrong_after_rollback(m: pytest.MonkeyPatch) -> None:
@@ -111,12 +110,16 @@ IN_KERNELS = {
 
 
 @pytest.mark.parametrize("seed", [0, 5], ids=["at once", "deferred"])
-def test_programs_find_nothing_where_nothing_is_wrong(standin: StandIn, soaking: Any, seed: int) -> None:
+def test_programs_find_nothing_where_nothing_is_wrong(
+    standin: StandIn, soaking: Any, seed: int, count: Callable[[str, int], None]
+) -> None:
     standin.defer(seed)
     soak = soaking(100 + seed)
     assert [each.line() for each in soak.run(4)] == []
     soak.close()
     report = soak.report
+    count("soak programs", report.programs)
+    count("soak steps", report.steps)
     assert report.ended == IN_TIME
     assert min(report.programs, report.caches, report.refused, report.steps - report.caches) > 0
     assert report.bytes_compared > 10_000 * report.steps / 2
@@ -187,8 +190,9 @@ def test_ctrl_c_ends_it_with_the_report_so_far(
         right(self)
 
     monkeypatch.setattr(Part, "_step", step)
-    assert cli.main(["check", "--device", "host", "--soak", "1", "--small", "--json"]) == 130
+    status = cli.main(["check", "--device", "host", "--soak", "1", "--small", "--json"])
     told = json.loads(capsys.readouterr().out)
+    assert status == 130, str(told["faults"])
     assert (told["ended"], told["programs"], told["faults_found"]) == ("interrupted", 1, 0)
     assert told["steps"] > 5
 
@@ -217,21 +221,25 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # Where something is.
 
 
+# Programs that show it at once; with any other seed it takes longer.
+SEEDS = {
+    "a length is wrong after a rollback": 7, "a replay may take too many rows": 19, "a bit is wrong": 8,
+    "a bounds check is missing": 3, "a launch without room is not told": 3,
+}  # fmt: skip
+
+
 @pytest.mark.misuse
 @pytest.mark.parametrize("name", [*IN_PYTHON, *LATE])
 def test_a_soak_finds_that(standin: StandIn, soaking: Any, monkeypatch: Any, name: str) -> None:
-    soak = soaking()
-    soak.program(0)
     if name in LATE:
         standin.defer(3)
     with monkeypatch.context() as patch:
         (IN_PYTHON | LATE)[name](patch)
-        assert first(soak, 1)
-    standin.take_errors()
+        assert finds(soaking(), SEEDS.get(name, 1))
 
 
 @pytest.mark.misuse
 @pytest.mark.parametrize("name", IN_KERNELS)
 def test_a_soak_finds_in_a_kernel_that(standin: StandIn, soaking: Any, tmp_path: Path, name: str) -> None:
     with_kernel(standin, tmp_path, *IN_KERNELS[name])
-    assert first(soaking(), 1)
+    assert finds(soaking(), SEEDS.get(name, 1))
