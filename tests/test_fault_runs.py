@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from decoding import OPTIONS, TRUE, WRONG, Lane
 from fault_runs import ATTENTION, Quick, Run, Stage, sweep
@@ -14,6 +15,7 @@ from standin import StandIn
 
 from memra_driver import capi, ops
 from memra_driver.batch import CacheBatch
+from memra_driver.layout import HEALTH_BYTES
 from memra_driver.round import Round
 
 pytestmark = pytest.mark.standin
@@ -83,6 +85,12 @@ def dequantised(s: Stage) -> Run:
     return lambda: ops.dequant_kv(e, s.cache, 3, 1, 3, k, v)
 
 
+def faulted(s: Stage) -> None:
+    """Something stands in the record of each device."""
+    for il in (0, s.cfg.n_layer - 1):
+        s.cache.health_d(il).copy_from(np.arange(1, 1 + HEALTH_BYTES, dtype=np.uint8))
+
+
 # On one device, and where they may span them on two.
 CHANGES: dict[str, Prepare] = {
     "append_kv": lambda s: s.op("append_kv", 3),
@@ -113,7 +121,7 @@ CHANGES: dict[str, Prepare] = {
     "reset in a round": lambda s: in_round(s, lambda: s.cache.reset(s.e)),
     "sync_d": lambda s: lambda: s.cache.sync_d(s.e),
     "health": lambda s: lambda: s.cache.health(),
-    "clear_health": lambda s: lambda: s.cache.clear_health(),
+    "clear_health": lambda s: (faulted(s), s.cache.clear_health)[1],
     "digest": lambda s: lambda: s.cache.digest(),
     "report": lambda s: lambda: s.cache.report(),
     "round": lambda s: Round(s.cache, s.e, width=3).__enter__,
