@@ -324,7 +324,7 @@ enum memra_fault {
 };
 #define MEMRA_FAULT_KINDS 5
 typedef struct memra_health {
-    uint64_t count[MEMRA_FAULT_KINDS];  /* groups of at most 32 inputs; launches for the last two */
+    uint64_t count[MEMRA_FAULT_KINDS];  /* groups of at most 32 inputs; of the last two, launches (of a batch, members) */
     uint64_t first[MEMRA_FAULT_KINDS];
     uint32_t flags;  /* bit (1 << kind) */
     uint32_t reserved;
