@@ -15,6 +15,7 @@ from standin import StandIn
 
 from memra_driver import capi, ops
 from memra_driver.batch import CacheBatch
+from memra_driver.device import CudaStream
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.round import Round
 
@@ -91,6 +92,11 @@ def faulted(s: Stage) -> None:
         s.cache.health_d(il).copy_from(np.arange(1, 1 + HEALTH_BYTES, dtype=np.uint8))
 
 
+def other_stream(s: Stage) -> CudaStream:
+    s.keep.append(CudaStream(s.e.context))
+    return s.keep[-1]
+
+
 # On one device, and where they may span them on two.
 CHANGES: dict[str, Prepare] = {
     "append_kv": lambda s: s.op("append_kv", 3),
@@ -135,7 +141,11 @@ CHANGES: dict[str, Prepare] = {
     "reject": lambda s: opened(s, lambda r: r.reject()),
     "prepare_replay": lambda s: (swapped(s, 2), lambda: s.cache.prepare_replay(s.e))[1],
     "prepare_replay at home": lambda s: lambda: s.cache.prepare_replay(s.e),
+    "to_numpy": lambda s: s.cache.kv[1].k.to_numpy,
+    "copy_from": lambda s: lambda: s.cache.kv[1].k.copy_from(np.arange(s.cache.kv[1].k.len, dtype=np.uint8)),
+    "mem_info": lambda s: s.devices[-1].mem_info,
 }
+
 
 def steps(s: Stage, caches: Sequence[Any] | None = None, *, capture: Any = None) -> Callable[[], Any]:
     """Records a step of one row of each cache, once the device has room for its attention."""
@@ -213,8 +223,13 @@ ALONE: dict[str, Prepare] = {
     "append_kv of a batch, uploaded": uploaded,
     "attend of a batch": lambda s: batched(s, "append_kv", "attend", il=1),
     "conv_update of a batch": lambda s: batched(s, "conv_update", il=0),
+    "gdn_prep of a batch": lambda s: batched(s, "conv_update", "gdn_prep", il=0),
+    "recur_step of a batch": lambda s: batched(s, "recur_step", il=0),
     "gdn_scan of a batch": lambda s: batched(s, "conv_update", "gdn_prep", "gdn_scan", il=0),
     "advance of a batch": advanced,
+    "wait_stream": lambda s: partial(s.e.stream.wait_stream, other_stream(s)),
+    "release_to": lambda s: partial(s.e.stream.release_to, other_stream(s)),
+    "export": lambda s: partial(s.cache.kv[1].k.__dlpack__, stream=other_stream(s).handle),
 }
 
 
