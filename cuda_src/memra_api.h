@@ -4,7 +4,8 @@
  * refused (all but MEMRA_ERR_DRIVER and MEMRA_ERR_OUT_OF_MEMORY) was refused before anything was changed.
  *
  * Streams. Work is enqueued on the stream that the device was opened with, and nothing waits but memra_settle,
- * memra_digest, memra_health_read, memra_download, memra_device_synchronize and what frees memory.
+ * memra_digest, memra_health_read, memra_clear_health of several devices, memra_download, memra_device_synchronize and
+ * what frees memory.
  *
  * Threads. A device, its caches, snapshots and graphs belong to one thread at a time; different devices may be driven
  * by different threads. Opening and closing devices, memra_last_error (per thread) and the layout table may be used
@@ -346,7 +347,7 @@ MEMRA_API int memra_take_logits(memra_cache *cache, uint64_t *row);      /* 0: n
 MEMRA_API int memra_arm_taps(memra_cache *cache, const int32_t *layer_ids, int32_t n, int64_t t, int64_t hidden);
 MEMRA_API int memra_disarm_taps(memra_cache *cache);
 MEMRA_API int memra_health_read(memra_cache *cache, memra_health *health);  /* of all devices; waits */
-MEMRA_API int memra_clear_health(memra_cache *cache);
+MEMRA_API int memra_clear_health(memra_cache *cache);  /* of all devices, or where one fails of none */
 /* SHA-256 over formats, lengths, K/V below len, rings, states and pos: equal for equal sequences on one kind of device,
  * and to Python's Cache.digest. Waits. */
 MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);

@@ -195,12 +195,29 @@ int memra_health_read(memra_cache *cache, memra_health *health) {
     return MEMRA_OK;
 }
 
+/* Of several devices all or none: what could not be cleared on all of them is put back. */
 int memra_clear_health(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "clear_health"));
     MEMRA_TRY(memra_check_not_recording(cache, "clear_health"));
-    for (int32_t d = 0; d < cache->n_devices; d++)
-        MEMRA_TRY(memra_clear(memra_device_at(cache, d), cache->devices[d].health.ptr, sizeof(memra_health)));
-    return MEMRA_OK;
+    const int32_t n = cache->n_devices;
+    memra_health *found = n > 1 ? malloc((size_t)n * sizeof *found) : NULL;
+    if (n > 1 && found == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "clear_health: no host memory");
+    int status = MEMRA_OK;
+    for (int32_t d = 0; d < n && found != NULL && status == MEMRA_OK; d++)
+        status = memra_download(memra_device_at(cache, d), &found[d], cache->devices[d].health.ptr, sizeof *found);
+    int32_t cleared = 0;
+    while (status == MEMRA_OK && cleared < n) {
+        status = memra_clear(memra_device_at(cache, cleared), cache->devices[cleared].health.ptr, sizeof(memra_health));
+        cleared += status == MEMRA_OK;
+    }
+    memra_failure first = {.status = status};
+    if (status != MEMRA_OK) snprintf(first.sentence, sizeof first.sentence, "%s", memra_last_error());
+    for (int32_t d = 0; d < cleared && cleared < n; d++)
+        if (memra_upload(memra_device_at(cache, d), cache->devices[d].health.ptr, &found[d], sizeof *found) != MEMRA_OK)
+            snprintf(first.sentence + strlen(first.sentence), sizeof first.sentence - strlen(first.sentence),
+                     "; the record of device %d was cleared and could not be put back", d);
+    free(found);
+    return memra_kept(&first);
 }
 
 int memra_strict_health(memra_cache *cache, memra_health *health) {

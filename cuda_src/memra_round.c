@@ -55,7 +55,7 @@ static int rebuild_run(
     MEMRA_TRY(memra_launch_conv_ring_rebuild(
         memra_device_at(cache, d), layer->tape.ptr, layer->conv_state.ptr, layer->conv_state.ptr, counts ? counts[d] : 0,
         (int32_t)accept, (int32_t)rows, layer->conv_dim, layer->d_conv, run->n, (int64_t)run->x_apart / 4,
-        (int64_t)run->ring_apart / 4, cache->devices[d].health.ptr, run->first));
+        (int64_t)run->ring_apart / 4, 0, run->first));
     *done = true;
     return MEMRA_OK;
 }
@@ -79,12 +79,12 @@ static int rebuild_rings(
     return rebuild_run(cache, &run, counts, accept, rows, done);
 }
 
-/* The state of one layer after the accepted rows. swap: a full accept will exchange the states instead. */
+/* The state of one layer after the accepted rows. swap: a full accept will exchange the states instead. A count that
+ * cannot be is reported once a device, by the counters: they know the position. */
 static int commit_layer(
     memra_cache *cache, int32_t il, uint64_t accept_d, int64_t accept, int64_t rows, bool swap, bool *done) {
     const memra_recur_layer *layer = &cache->recur[il];
     memra_device *device = memra_device_at(cache, layer->device_index);
-    const uint64_t health = cache->devices[layer->device_index].health.ptr;
     const uint64_t vector = 4 * (uint64_t)rows * (uint64_t)layer->num_v * (uint64_t)layer->state_size;
     const uint64_t gate = 4 * (uint64_t)rows * (uint64_t)layer->num_v;
     const uint64_t q = layer->tape.ptr + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim;
@@ -92,7 +92,7 @@ static int commit_layer(
     const uint64_t state = memra_recording(cache) != NULL ? layer->home : layer->ssm_state.ptr; /* what the scan read */
     MEMRA_TRY(memra_launch_gdn_scan(
         device, q, q + vector, q + 2 * vector, q + 3 * vector, q + 3 * vector + gate, state, state, 0, 0, accept_d,
-        (int32_t)(accept_d ? rows : accept), layer->num_v, layer->state_size, 1.0f, 0, 1, health, il));
+        (int32_t)(accept_d ? rows : accept), layer->num_v, layer->state_size, 1.0f, 0, 1, 0, il));
     *done = true;
     return MEMRA_OK;
 }

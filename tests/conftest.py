@@ -35,10 +35,10 @@ THROUGH_C = {
     f"test_{name}"
     for name in (
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "fault_ends",
-        "fault_runs", "graph", "graph_rules", "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch",
-        "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
-        "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots",
-        "stages", "steps", "taps", "threads",
+        "fault_runs", "graph", "graph_rules", "graph_walk", "health", "health_matrix", "hostile_callers", "kernels",
+        "kernels_batch", "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results",
+        "pipeline", "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules",
+        "snapshots", "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
 
