@@ -36,11 +36,14 @@ def same_bytes(what: str, found: Any, expected: Any, row_bytes: int = 0) -> int:
     return int(a.size)
 
 
-def near(what: str, found: Any, expected: Any, tolerance: float) -> None:
-    """Raises Difference where an element is further away than `tolerance` of the largest magnitude."""
+def near(what: str, found: Any, expected: Any, tolerance: float, *, magnitude: float | None = None) -> None:
+    """Raises Difference where an element is further away than `tolerance` of the largest magnitude.
+
+    magnitude: that of the sums before their terms cancelled; None: of what is expected.
+    """
     a, b = (np.asarray(each, np.float64).reshape(-1) for each in (found, expected))
     apart = np.abs(a - b)
-    allowed = tolerance * np.abs(b).max(initial=0)
+    allowed = tolerance * (np.abs(b).max(initial=0) if magnitude is None else magnitude)
     bad = np.flatnonzero(~(apart <= allowed))
     if bad.size:
         at = int(bad[0])

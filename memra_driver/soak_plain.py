@@ -168,7 +168,9 @@ class Oracle:
         oracle.gdn_prep(step)
         step |= {"state_in": before.planes[il, "ssm"], "state_out": np.empty(heads * size * size), "scale": 0.2}
         oracle.gdn_scan(step)
-        near(f"{what} scanned", _floats(after.results[il, "scanned"]), step["out"], TOLERANCE)
+        state, q = step["state_out"].reshape(heads, size, size), step["q"].reshape(heads, 1, size)
+        summed = float(0.2 * (np.abs(state) * np.abs(q)).sum(axis=2).max())
+        near(f"{what} scanned", _floats(after.results[il, "scanned"]), step["out"], TOLERANCE, magnitude=summed)
         near(f"{what} ssm_state", after.planes[il, "ssm"], step["state_out"], TOLERANCE)
         self.compared += sum(len(after.results[il, name]) for name in ("convolved", "scanned"))
         self.compared += after.planes[il, "ssm"].nbytes
