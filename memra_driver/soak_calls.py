@@ -9,7 +9,7 @@ import numpy as np
 
 from memra_driver import ops
 from memra_driver.health import Fault, FaultCount
-from memra_driver.soak_lane import HIDDEN
+from memra_driver.soak_lane import HIDDEN, INPUTS
 from memra_driver.soak_look import same
 from memra_driver.soak_model import BOTH, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
 from memra_driver.soak_player import WIDTH, Player, Recorded, launch_by_hand
@@ -272,3 +272,50 @@ class Program(Steps):
         told = {Fault.SLOT_RANGE: FaultCount(len(self.owners) + len(reads), min(reads), self.pos)}
         same("what a launch without room tells", self.cache.health().faults, told)
         self.cache.clear_health()
+
+    @event(lambda self: self.settled and self.pos < self.capacity, which=range(5), value=(np.nan, np.inf, -np.inf))
+    def spoiled_step(self, which: int, value: float) -> None:
+        """A step with an input that is no number; it is told, and the way back leaves nothing of it."""
+        if not self.settled or self.pos >= self.capacity:
+            return
+        self.look_at_health(clear=True)
+        lane = self.player.lane(1).fill((self.start, [0]))
+        il = [*lane.kinds][which % len(lane.kinds)]
+        lane.at[il, INPUTS[lane.kinds[il]][0]].view(0, 1).copy_from(np.array([value], np.float32))
+        with self.cache.snapshot(self.e) as snap:
+            lane.run(self.cache)
+            told = {kind: (seen.layer, seen.slot) for kind, seen in self.cache.health().faults.items()}
+            self.cache.rollback(self.e, snap, 0)
+        same("what a spoiled step tells", told, {Fault.NONFINITE: (il, self.pos)})
+        self.cache.clear_health()
+
+    # Kernels of the engine's own.
+
+    @event(
+        lambda self: self.settled and self.pos < self.capacity, token=(0, 1), then=("sync_d", "advance", "launch"),
+        tokens=TOKENS,
+    )  # fmt: skip
+    def own_step(self, token: int, then: str, tokens: list[int]) -> None:
+        """The engine writes a row by itself and moves the host's clock; the device's follows, or a launch stamps it."""
+        if not self.settled or self.pos >= self.capacity:
+            return
+        n, planes = self.pos, self.player.oracle.at((*self.tokens, token)).planes
+        for il in self.owners:
+            layer = self.cache.kv_layer(il)
+            for name, plane, size in (("k", layer.k, layer.k_tok_bytes), ("v", layer.v, layer.v_tok_bytes)):
+                plane.view(n * size, (n + 1) * size).copy_from(planes[il, name][n * size :])
+            layer.len = n + 1
+        for il, state in enumerate(self.cache.recur):
+            if state is not None:
+                state.conv_state.copy_from(planes[il, "conv"])
+                state.ssm_state.copy_from(planes[il, "ssm"])
+        if then == "advance":
+            self.cache.advance(self.e)
+        else:
+            self.cache.pos = n + 1
+        self.moved([token], 1)
+        made = self.recorded[False]
+        if then == "launch" and self.can_replay(1) and self.taps.serve(made):
+            self.launch(wide=False, tokens=tokens, accept=0)
+        else:
+            self.cache.sync_d(self.e)

@@ -25,7 +25,7 @@ def same_bytes(what: str, found: Any, expected: Any, row_bytes: int = 0) -> int:
 
     found, expected: bytes or arrays. row_bytes: of a token, for planes that have tokens.
     """
-    a, b = (np.frombuffer(bytes(memoryview(each).cast("B")), np.uint8) for each in (found, expected))
+    a, b = (np.frombuffer(each if isinstance(each, bytes) else each.tobytes(), np.uint8) for each in (found, expected))
     if a.size != b.size:
         raise Difference(f"{what}: {a.size} bytes, not {b.size}")
     apart = np.flatnonzero(a != b)

@@ -82,6 +82,18 @@ class Oracle:
             self._check(self.stands, before, moment)
         return moment
 
+    def decoded(self, tokens: Sequence[int], il: int, start: int, stop: int) -> tuple[Array, Array]:
+        """K and V of rows start .. stop-1 of layer il, f32."""
+        planes, layer = self.at(tokens).planes, self.cache.kv_layer(il)
+        step = {f"{side}_tok_bytes": getattr(layer, f"{side}_tok_bytes") for side in "kv"}
+        step |= {f"{side}_format": getattr(layer, f"{side}_format") for side in "kv"}
+        step |= {side: planes[il, side] for side in "kv"}
+        k, v = (
+            oracle.rows_of(step, side, start, stop, dim).astype(np.float32)
+            for side, dim in (("k", layer.kv_dim_k), ("v", layer.kv_dim_v))
+        )
+        return k, v
+
     def close(self) -> None:
         """Frees the cache; what it has seen stays known."""
         self.cache.close()

@@ -116,6 +116,24 @@ class Steps(Model):
                 else:
                     oracle.check_attended(after, il, attended.tobytes(), window)
 
+    @event(lambda self: self.owners and self.state is not UNSETTLED, which=range(3), start=(0, 0, 1, 7), rows=range(6))
+    def dequant(self, which: int, start: int, rows: int) -> None:
+        """Decodes rows that stand, to the formulas' own numbers."""
+        if not self.owners:
+            return
+        il = self.owners[which % len(self.owners)]
+        stop, layer = start + rows, self.cache.kv_layer(il)
+        allowed = self.state is not UNSETTLED and stop <= self.length(il)
+        with self.e.uninit(rows * layer.kv_dim_k) as k, self.e.uninit(rows * layer.kv_dim_v) as v:
+            self.attempt(allowed, lambda: ops.dequant_kv(self.e, self.cache, il, start, stop, k, v))
+            if allowed:
+                stands = [*self.tokens, *(self.step if self.state is READY else ())]
+                for side, found in zip("kv", self.player.oracle.decoded(stands, il, start, stop), strict=True):
+                    made = (k if side == "k" else v).to_numpy()
+                    self.player.oracle.compared += same_bytes(
+                        f"layer {il} {side}, decoded from {start} on", made, found
+                    )
+
     @event(lambda self: self.settled, token=(0, 1))
     def step_in_a_batch(self, token: int) -> None:
         allowed = self.settled and self.pos < self.capacity
