@@ -39,7 +39,7 @@ enum memra_status {
     MEMRA_ERR_CAPACITY = 4,       /* more positions than the cache was built for */
     MEMRA_ERR_STATE = 5,          /* what the state of the cache or device does not allow now */
     MEMRA_ERR_SNAPSHOT = 6,       /* a snapshot of another cache or generation, a closed or outdated one */
-    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry, or none loaded */
+    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry or GPU, or none loaded */
     MEMRA_ERR_HEALTH = 8,         /* the error record of a strict cache is not empty */
     MEMRA_ERR_OUT_OF_MEMORY = 9,  /* the device or the host has not enough */
     MEMRA_ERR_ABI = 10,           /* a struct of another version or size */

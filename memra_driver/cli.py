@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memra_driver.config import ModelConfig
+    from memra_driver.kvdev import CudaDev
     from memra_driver.plan import CachePlan
     from memra_driver.session import Outcome, Session
 
@@ -270,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # standard output, as every file of ours is named in a MemraError
         print(f"memra-driver: {error.strerror or error}", file=sys.stderr)
         return 2
+    except ImportError as error:  # of what a command needs and `info` does without
+        print(f"memra-driver: {error}: pip install {(error.name or '').partition('.')[0]}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -284,15 +288,11 @@ def _model(name: str) -> ModelConfig:
 @contextmanager
 def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
     """The device that --device names; auto is the first GPU that can be used, else the host."""
-    from memra_driver.inventory import usable_gpu
     from memra_driver.kvdev import CudaDev, HostDev
 
     kind, _, number = name.partition(":")
     if name == "auto":
-        trouble = usable_gpu()
-        if trouble:
-            print(f"memra-driver: on the host: {trouble}", file=sys.stderr)
-        e: Any = HostDev(arena=arena) if trouble else CudaDev(arena=arena)
+        e: Any = _first_gpu(arena) or HostDev(arena=arena)
     elif name == "host":
         e = HostDev(arena=arena)
     elif kind == "cuda" and (number.isdecimal() or name == "cuda"):
@@ -303,6 +303,22 @@ def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
         yield e
     finally:
         e.close()
+
+
+def _first_gpu(arena: bool) -> CudaDev | None:
+    """The first GPU that can be used; None, when it has said why, where there is none."""
+    from memra_driver import driver
+    from memra_driver.inventory import usable_gpu
+    from memra_driver.kvdev import CudaDev
+
+    trouble = usable_gpu()
+    for ordinal in range(0 if trouble else driver.device_get_count()):
+        try:
+            return CudaDev(ordinal, arena=arena)
+        except MemraError as error:
+            print(f"memra-driver: without cuda:{ordinal}: {error}", file=sys.stderr)
+    print(f"memra-driver: on the host{': ' if trouble else ''}{trouble}", file=sys.stderr)
+    return None
 
 
 @contextmanager
