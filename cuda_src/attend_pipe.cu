@@ -187,14 +187,14 @@ static __device__ void compute(const Block& b, const Task& task, Turn& k_turn, T
                 const uint8_t* head_rows = stage + head * b.v.head_bytes;
                 const int dims = head_dim_v - first_dim < 64 * WORDS ? head_dim_v - first_dim : 64 * WORDS;
                 if (split && any_odd(b, view, head_rows, v_format, start, first_dim, dims)) {
-                    weigh_odd_stage<WORDS, NT>(b, view, head_rows, v_format, start, lane_dim, step, apart, weights[parity],
-                                               out, sum);
+                    weigh_odd_stage<WORDS, NT>(b, view, head_rows, v_format, start, head_dim_v, lane_dim, step, apart,
+                                               weights[parity], out, sum);
                 } else if (v_format == MEMRA_Q5_1) {
-                    weigh_stage<VQ5<WORDS>, WORDS, NT>(b, stage + v_at, weights[parity], base, out, sum);
+                    weigh_stage<VQ5<WORDS>, WORDS, NT>(b, stage + v_at, dims, weights[parity], base, out, sum);
                 } else if (v_format == MEMRA_Q4_0) {
-                    weigh_stage<VQ4<WORDS>, WORDS, NT>(b, stage + v_at, weights[parity], base, out, sum);
+                    weigh_stage<VQ4<WORDS>, WORDS, NT>(b, stage + v_at, dims, weights[parity], base, out, sum);
                 } else {
-                    weigh_stage<VFp8<WORDS>, WORDS, NT>(b, stage + v_at, weights[parity], base, out, sum);
+                    weigh_stage<VFp8<WORDS>, WORDS, NT>(b, stage + v_at, dims, weights[parity], base, out, sum);
                 }
             }
             __syncwarp();

@@ -65,6 +65,7 @@ static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, con
 //
 // A lane decodes four keys (fragment columns 2t, 2t + 1, 2t + 8, 2t + 9) of the dims that row g stands for: WORDS times
 // 4 dims, and 4 more that lie `apart` further. Fragment (w, j): dims first + step * w + j, and + apart.
+// load: `row` is where the warp's dims begin; its lanes read no further than the `dims` of the head that lie from there on.
 
 // 1024 as two f16, in a register: an instruction that masks and merges has room for one constant only.
 static __device__ uint32_t f16_1024() {
@@ -86,10 +87,9 @@ template <int WORDS>
 struct VQ5 {
     uint32_t d[2], m[2], low[2], high[2];   // of keys 0, 1 and of keys 2, 3: f16 pairs, fifth bits
     uint32_t word[4][WORDS];
-    __device__ static int head_dim_bytes(int dims) { return dims / 32 * 24; }
     __device__ static int first_dim(int g) { return 32 * (g * WORDS / 4) + 4 * (g * WORDS % 4); }
     static constexpr int step = 4, apart = 16;
-    __device__ void load(const uint8_t* row, int stride, int g) {
+    __device__ void load(const uint8_t* row, int stride, int g, int) {
         const int first = g * WORDS % 4;
         uint2 head[4];
 #pragma unroll
@@ -132,11 +132,10 @@ struct VQ5 {
 template <int WORDS>
 struct VQ4 {
     uint32_t d[2], word[4][WORDS];
-    __device__ static int head_dim_bytes(int dims) { return dims / 32 * 18; }
     __device__ static int first_dim(int g) { return VQ5<WORDS>::first_dim(g); }
     static constexpr int step = 4, apart = 16;
     // Two blocks are 9 aligned words; the codes of the even one lie across them.
-    __device__ void load(const uint8_t* row, int stride, int g) {
+    __device__ void load(const uint8_t* row, int stride, int g, int) {
         const int block = g * WORDS / 4, first = g * WORDS % 4, odd = block & 1;
         const uint32_t whole = odd ? 0x3210u : 0x5432u;
         uint32_t head[4];
@@ -170,14 +169,16 @@ struct VQ4 {
 template <int WORDS>
 struct VFp8 {
     uint2 word[4][WORDS];
-    __device__ static int head_dim_bytes(int dims) { return dims; }
     __device__ static int first_dim(int g) { return 8 * g; }
     static constexpr int step = 64, apart = 4;
-    __device__ void load(const uint8_t* row, int stride, int g) {
+    __device__ void load(const uint8_t* row, int stride, int g, int dims) {
 #pragma unroll
         for (int key = 0; key < 4; key++) {
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) word[key][w] = *(const uint2*)(row + key * stride + 64 * w + 8 * g);
+            for (int w = 0; w < WORDS; w++) {
+                word[key][w] = make_uint2(0, 0);
+                if (64 * w + 8 * g < dims) word[key][w] = *(const uint2*)(row + key * stride + 64 * w + 8 * g);
+            }
         }
     }
     __device__ void fragment(int w, int j, uint32_t base, uint32_t a[4]) const {

@@ -3,11 +3,14 @@
 
 #include "attend_pipe_kv.cuh"
 
-// Sums over V of one stage: out (dims of this warp, columns) += V^T weights; and of the weights themselves.
+// Sums over V of one stage: out (dims of this warp, columns) += V^T weights; and of the weights themselves. dims: of the
+// head, from this warp's first on.
 template <class V, int WORDS, int NT>
-static __device__ void weigh_stage(const Block& b, const uint8_t* rows, const uint2* weight, uint32_t base,
-                                   float out[4 * WORDS][NT][4], float sum[NT][4]) {
-    const int lane = threadIdx.x & 31;
+static __device__ void weigh_stage(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
+                                   uint32_t base, float out[4 * WORDS][NT][4], float sum[NT][4]) {
+    // A row of fragments behind the head's dims is made of row 0, and nobody uses it: what follows in memory is another
+    // team's to write.
+    const int lane = threadIdx.x & 31, g = V::first_dim(lane / 4) < dims ? lane / 4 : 0;
 #pragma unroll 1
     for (int slab = 0; slab < b.tokens / 16; slab++) {
         uint32_t w[NT][2];
@@ -18,7 +21,7 @@ static __device__ void weigh_stage(const Block& b, const uint8_t* rows, const ui
             w[n][1] = two.y;
         }
         V values;
-        values.load(rows + 4 * slab * b.v.token_bytes, b.v.token_bytes, lane / 4);
+        values.load(rows + 4 * slab * b.v.token_bytes, b.v.token_bytes, g, dims);
 #pragma unroll
         for (int i = 0; i < 4 * WORDS; i++) {
             uint32_t a[4];
@@ -52,8 +55,8 @@ static __device__ bool any_odd(const Block& b, const View& view, const uint8_t* 
 // its own columns of the result.
 template <int WORDS, int NT>
 static __device__ void weigh_odd_stage(const Block& b, const View& view, const uint8_t* head_rows, int format,
-                                       int first_token, int lane_dim, int step, int apart, const uint2* weight,
-                                       float out[4 * WORDS][NT][4], float sum[NT][4]) {
+                                       int first_token, int head_dim, int lane_dim, int step, int apart,
+                                       const uint2* weight, float out[4 * WORDS][NT][4], float sum[NT][4]) {
     const int lane = threadIdx.x & 31, t = lane % 4;
 #pragma unroll 1
     for (int slab = 0; slab < b.tokens / 16; slab++) {
@@ -69,7 +72,7 @@ static __device__ void weigh_odd_stage(const Block& b, const View& view, const u
 #pragma unroll 1
                 for (int x = 0; x < 8; x++) {  // the fragment's elements, see above VQ5
                     const int which = (x & 1) + (x / 4) * 2, dim = lane_dim + i / 4 * step + i % 4 + (x / 2 & 1) * apart;
-                    if (!view.sees(first, key + which)) continue;
+                    if (dim >= head_dim || !view.sees(first, key + which)) continue;
                     a[x / 2] |= v_element(row + which * b.v.token_bytes, format, dim) << 16 * (x & 1);
                 }
 #pragma unroll

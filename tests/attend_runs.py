@@ -64,6 +64,8 @@ def tiny_query(q: Array, k: Array, v: Array) -> None:
 
 
 def huge_query(q: Array, k: Array, v: Array) -> None:
+    """Along one key, since of two keys of about the same score the winner hangs on bits that no path keeps."""
+    q += 4 * k[len(k) // 2].repeat(q.shape[1] // k.shape[1], axis=0)
     q *= np.float32(1e6)
 
 
