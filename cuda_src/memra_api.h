@@ -208,7 +208,7 @@ typedef struct memra_options {
     int64_t tap_rows;
     uint32_t n_tap_layers;
     uint32_t skip_mtp_state;  /* trailing MTP layers get neither K/V nor state */
-    uint32_t strict;
+    uint32_t strict;  /* memra_digest and memra_settle do their work, then fail while the error record is not empty */
     uint32_t reserved;
 } memra_options;
 MEMRA_SIZE(memra_options, 56);
