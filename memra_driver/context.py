@@ -163,6 +163,11 @@ class CudaContext(Closing):
         """Bytes allocated through this object and not freed."""
         return sum(list(self._held.values()))
 
+    @property
+    def live_count(self) -> int:
+        """Allocations, streams and events made through this object and not given back."""
+        return len(self._held)
+
     def attribute(self, name: str) -> int:
         """A device attribute by what follows CU_DEVICE_ATTRIBUTE_."""
         return driver.device_get_attribute(name, self._device)

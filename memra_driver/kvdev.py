@@ -117,6 +117,21 @@ class _SliceDev:
     def set_i32_one(self, d: CudaSlice, v: int) -> None:
         d.view(0, 1).copy_from(np.array([v], np.int32))
 
+    def live(self) -> tuple[int, int]:
+        """(things, bytes) that were made on this device object and not given back, beside what it keeps till its end.
+
+        Things are allocations; on a GPU streams and events too.
+        """
+        kept = [each for each in (*self._scratch, *self._kept()) if each is not None and each.nbytes]
+        things, n_bytes = self._held()
+        return things - len(kept), n_bytes - sum(each.nbytes for each in kept)
+
+    def _held(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _kept(self) -> list[CudaSlice | None]:
+        return [self._count]
+
     def attend_scratch(self, n_bytes: int) -> CudaSlice:
         """Room for the partial sums of attention, shared by all caches of this device.
 
@@ -266,6 +281,12 @@ class CudaDev(_SliceDev):
         """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
         return self.context.available()
 
+    def _held(self) -> tuple[int, int]:
+        return self.context.live_count, self.context.live_bytes
+
+    def _kept(self) -> list[CudaSlice | None]:
+        return [self._count, self._table]
+
     def synchronize(self) -> None:
         """Waits for the stream."""
         self.stream.synchronize()
@@ -322,7 +343,7 @@ class HostDev(_SliceDev):
 
     def __init__(self, *, arena: bool = True) -> None:
         self.arena = arena
-        self.memory = HostMemory()
+        self.memory: HostMemory = HostMemory()
         self._scratch = []
 
     def __repr__(self) -> str:
@@ -381,6 +402,9 @@ class HostDev(_SliceDev):
             return None, None
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         return sizes.get("MemAvailable"), sizes.get("MemTotal")
+
+    def _held(self) -> tuple[int, int]:
+        return self.memory.live_count, self.memory.live_bytes
 
     def synchronize(self) -> None:
         """Nothing is ever outstanding."""
