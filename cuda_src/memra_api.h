@@ -39,7 +39,7 @@ enum memra_status {
     MEMRA_ERR_CAPACITY = 4,       /* more positions than the cache was built for */
     MEMRA_ERR_STATE = 5,          /* what the state of the cache or device does not allow now */
     MEMRA_ERR_SNAPSHOT = 6,       /* a snapshot of another cache or generation, a closed or outdated one */
-    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry, or none loaded */
+    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry or GPU, or none loaded */
     MEMRA_ERR_HEALTH = 8,         /* the error record of a strict cache is not empty */
     MEMRA_ERR_OUT_OF_MEMORY = 9,  /* the device or the host has not enough */
     MEMRA_ERR_ABI = 10,           /* a struct of another version or size */
@@ -208,7 +208,7 @@ typedef struct memra_options {
     int64_t tap_rows;
     uint32_t n_tap_layers;
     uint32_t skip_mtp_state;  /* trailing MTP layers get neither K/V nor state */
-    uint32_t strict;
+    uint32_t strict;  /* memra_digest and memra_settle do their work, then fail while the error record is not empty */
     uint32_t reserved;
 } memra_options;
 MEMRA_SIZE(memra_options, 56);

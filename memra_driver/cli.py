@@ -295,6 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # standard output, as every file of ours is named in a MemraError
         print(f"memra-driver: {error.strerror or error}", file=sys.stderr)
         return 2
+    except ImportError as error:  # of what a command needs and `info` does without
+        print(f"memra-driver: {error}: pip install {(error.name or '').partition('.')[0]}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -308,18 +311,17 @@ def _model(name: str) -> ModelConfig:
 
 def _opener(name: str) -> Callable[[bool], Any]:
     """What makes device objects, with an arena or without, of the device that --device names."""
-    from memra_driver.inventory import usable_gpu
     from memra_driver.kvdev import CudaDev, HostDev
 
     kind, _, number = name.partition(":")
-    trouble = usable_gpu() if name == "auto" else None
-    if trouble:
-        print(f"memra-driver: on the host: {trouble}", file=sys.stderr)
-    if trouble or name == "host":
+    ordinal = int(number or 0) if kind == "cuda" and (number.isdecimal() or name == "cuda") else None
+    if name == "auto":
+        ordinal = _first_gpu()
+    elif name != "host" and ordinal is None:
+        raise ConfigError(f"--device {name}: it takes auto, cuda:N or host")
+    if ordinal is None:
         return lambda arena: HostDev(arena=arena)
-    if name == "auto" or (kind == "cuda" and (number.isdecimal() or name == "cuda")):
-        return lambda arena: CudaDev(int(number or 0), arena=arena)
-    raise ConfigError(f"--device {name}: it takes auto, cuda:N or host")
+    return lambda arena: CudaDev(ordinal, arena=arena)
 
 
 @contextmanager
@@ -330,6 +332,24 @@ def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
         yield e
     finally:
         e.close()
+
+
+def _first_gpu() -> int | None:
+    """The number of the first GPU that can be used; None, when it has said why, where there is none."""
+    from memra_driver import driver
+    from memra_driver.inventory import usable_gpu
+    from memra_driver.kvdev import CudaDev
+
+    trouble = usable_gpu()
+    for ordinal in range(0 if trouble else driver.device_get_count()):
+        try:
+            CudaDev(ordinal).close()
+        except MemraError as error:
+            print(f"memra-driver: without cuda:{ordinal}: {error}", file=sys.stderr)
+        else:
+            return ordinal
+    print(f"memra-driver: on the host{': ' if trouble else ''}{trouble}", file=sys.stderr)
+    return None
 
 
 @contextmanager

@@ -201,6 +201,12 @@ class CudaContext(Closing):
             driver.mem_pool_get_attribute("USED_MEM_CURRENT", pool),
         )
 
+    def available(self) -> tuple[int, int]:
+        """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
+        free, total = self.memory_info()
+        reserved, used = self.pool_info()
+        return free + reserved - used, total
+
     def enable_peer(self, other: CudaContext) -> bool:
         """Lets this device read and write the other's memory directly; False where the two cannot.
 

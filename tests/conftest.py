@@ -38,7 +38,7 @@ THROUGH_C = {
         "fault_runs", "graph", "graph_rules", "graph_walk", "health", "health_matrix", "hostile_callers", "kernels",
         "kernels_batch", "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results",
         "pipeline", "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules",
-        "snapshots", "stages", "steps", "taps", "threads",
+        "snapshots", "special_values", "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
-"""Each operation that can meet a fault reports it, with layer, position and count, in the record of its own cache: alone,
-captured, in a round, batched, on borrowed K/V and over two devices."""
+"""Each operation that can meet a fault reports it, with layer, position and count, in the record of its own cache.
+
+Alone, captured, in a round, batched, on borrowed K/V and over two devices.
+"""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ import struct
 from typing import Any
 
 import numpy as np
+import op_calls
 import pytest
-from caches import attention_only, put, tiny
+from caches import attention_only, image, put, tiny
 
 from memra_driver import ops
 from memra_driver.cache import Cache
+from memra_driver.errors import ConfigError
 from memra_driver.formats import FormatPolicy
 from memra_driver.health import Fault, FaultCount
 
@@ -377,3 +379,27 @@ def test_values_of_f16_denormals_are_not_flushed(dev: Any) -> None:
     out, health = attend(dev, v_value=2.0**-24)
     np.testing.assert_allclose(out, np.full_like(out, 2.0**-24), rtol=2e-3)
     assert not health
+
+
+# Numbers that go with a call
+
+
+@pytest.mark.parametrize("factor", [NAN, INF, -INF, 1e39], ids=str)
+def test_a_factor_that_is_not_finite_in_f32_is_refused(dev: Any, factor: float) -> None:
+    with Cache.new(dev, tiny(n_head=4), 16) as cache:
+        given = {op: {name: put(dev, x) for name, x in op_calls.arrays(op).items()} for op in op_calls.SHAPES}
+        op_calls.call(dev, cache, "append_kv", given["append_kv"])
+        q, out = put(dev, np.ones((2, 4, 64), np.float32)), dev.uninit(2 * 4 * 64)
+        prep, scan_of, step = (given[op].values() for op in ("gdn_prep", "gdn_scan", "recur_step"))
+        before = image(cache)
+        for name, call in (
+            ("scale", lambda: ops.attend(dev, cache, 3, q, out, scale=factor)),
+            ("eps", lambda: ops.gdn_prep(dev, cache, 0, *prep, eps=factor)),
+            ("scale", lambda: ops.gdn_scan(dev, cache, 0, *scan_of, scale=factor)),
+            ("eps", lambda: ops.recur_step(dev, cache, 0, *step, eps=factor, scale=1.0)),
+            ("scale", lambda: ops.recur_step(dev, cache, 0, *step, eps=1e-6, scale=factor)),
+        ):
+            with pytest.raises(ConfigError, match=f"{name} is -?(nan|inf|1e\\+39); it is a finite f32"):
+                call()
+            assert image(cache) == before
+        ops.gdn_scan(dev, cache, 0, *scan_of, scale=3.4028235677973366e38 * (1 - 2**-53))  # which rounds to the largest
