@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memra_driver import ops
+from memra_driver.formats import FORMATS
 from memra_driver.health import Fault, FaultCount
 from memra_driver.soak_lane import HIDDEN, INPUTS
 from memra_driver.soak_look import same
@@ -16,6 +17,8 @@ from memra_driver.soak_player import WIDTH, Player, Recorded, launch_by_hand
 from memra_driver.soak_steps import Steps
 
 LAUNCHES = 3
+FP8, Q8_0 = FORMATS["fp8"].code, FORMATS["q8_0"].code
+MOST_Q8_0 = 127 * 65504.0  # what its f16 scale reaches
 TAPPED: list[list[int]] = [[0, 3], [3, 0], [2], [0, 1, 2, 3], [0, 3], [2], [], [1, 1], [2, 5], [-1]]
 
 
@@ -101,7 +104,7 @@ class Program(Steps):
             self.pos = new_len
             self.given_up(new_len)
 
-    @event(lambda self: self.pos > self.capacity - 4)
+    @event(lambda self: self.pos > self.capacity - WIDTH, 3)
     def reset(self) -> None:
         self.cache.reset(self.e)
         self.tokens.clear()
@@ -258,7 +261,7 @@ class Program(Steps):
             self.faults = set()
             same("a cleared error record", str(self.cache.health()), "no faults")
 
-    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 9, tokens=TOKENS)
+    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 4, tokens=TOKENS)
     def overrun(self, tokens: list[int]) -> None:
         """An engine launches a recorded round once too often: no row has room, so none is written, and it is told."""
         made = self.recorded[True]
@@ -273,9 +276,12 @@ class Program(Steps):
         same("what a launch without room tells", self.cache.health().faults, told)
         self.cache.clear_health()
 
-    @event(lambda self: self.settled and self.pos < self.capacity, which=range(5), value=(np.nan, np.inf, -np.inf))
+    @event(
+        lambda self: self.settled and self.pos < self.capacity,
+        which=range(5), value=(np.nan, np.inf, -np.inf, 500, 1e37),
+    )  # fmt: skip
     def spoiled_step(self, which: int, value: float) -> None:
-        """A step with an input that is no number; it is told, and the way back leaves nothing of it."""
+        """A step with an input that no layer should get; it is told, and the way back leaves nothing of it."""
         if not self.settled or self.pos >= self.capacity:
             return
         self.look_at_health(clear=True)
@@ -286,7 +292,13 @@ class Program(Steps):
             lane.run(self.cache)
             told = {kind: (seen.layer, seen.slot) for kind, seen in self.cache.health().faults.items()}
             self.cache.rollback(self.e, snap, 0)
-        same("what a spoiled step tells", told, {Fault.NONFINITE: (il, self.pos)})
+        fault: Fault | None = Fault.NONFINITE
+        if np.isfinite(value):
+            form = self.cache.kv_layer(il).k_format if lane.kinds[il] == "FULL" else -1
+            fault = Fault.FP8_SATURATED if form == FP8 else None
+            if form == Q8_0 and value > MOST_Q8_0:
+                fault = Fault.SCALE_OVERFLOW
+        same("what a spoiled step tells", told, {} if fault is None else {fault: (il, self.pos)})
         self.cache.clear_health()
 
     # Kernels of the engine's own.
