@@ -191,11 +191,12 @@ def check(
 ) -> None:
     """Every kernel, every format and a list of shapes: whether this device leaves the right bytes.
 
-    With --soak MINUTES (fractions are fine) random programs run on random models instead: many caches that are born and
-    closed, steps, graphs, rounds, rollbacks, batches, on two threads. Every call must do, or refuse, what is foreseen,
-    and leave the bytes of plain decoding. --seed is then that of the first program (by default it is drawn); what is
-    found is told with the seed that --soak-seed takes to run that program alone. Ctrl-C ends it with the report so far.
-    It stays under 1 GB on the device, so it may run beside other work.
+    With --soak MINUTES (1.5 is fine) random programs run on random models instead: caches
+    that are born and closed, steps, graphs, rounds, rollbacks and batches on two threads.
+    Each call must do, or refuse, what is foreseen, and leave the bytes of plain decoding.
+    What is found is told with the seed that --soak-seed takes to run that program alone;
+    --seed is that of the first program, drawn if it is not given. Ctrl-C ends it with the
+    report so far. Under 1 GB on the device, so it may run beside other work.
 
     Exit status: 0 nothing was found, 1 something was, 130 it was interrupted before.
     """

@@ -6,8 +6,8 @@ bytes, lengths and positions of plain decoding, which is held against formulas i
 program everything must have been given back. What is found is told, and the next program goes on; a device that is of
 no use any more ends the soak.
 
-Memory stays bounded, so that it may run beside other work: at most two parts at a time with four caches and eight
-snapshots each of a model that is small, on the device under 1 GB; on the host 64 MiB of remembered states a part.
+Memory stays bounded, so that it may run beside other work: two parts at a time, at most four caches of a small model
+and two snapshots of each, on the device under 1 GB; on the host 64 MiB of remembered states a part.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from memra_driver import driver
 from memra_driver.context import CudaContext
 from memra_driver.errors import DriverError, MemraError
 from memra_driver.soak_look import Difference
@@ -31,6 +32,8 @@ from memra_driver.soak_program import Part
 MakeDevice = Callable[[bool], Any]  # arena -> a device object
 IN_TIME, INTERRUPTED = "in time", "interrupted"
 POLL_SECONDS = 0.2  # how soon Ctrl-C is heard
+PATIENCE_SECONDS = 180  # for one call
+MOST_FINDINGS = 100
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,6 @@ class Finding:
     call: str
     model: str
     what: str
-
     again: str
 
     def line(self) -> str:
@@ -105,7 +107,7 @@ class Soak:
         self._context: CudaContext | None = None
 
     def run(self, seconds: float) -> Iterator[Finding]:
-        """Programs until `seconds` have passed; the last one ends in the middle."""
+        """Programs until `seconds` have passed; the last one ends in the middle. It gives up after MOST_FINDINGS."""
         began = time.monotonic()
         timer = threading.Timer(seconds, self._stop.set)
         timer.daemon = True
@@ -115,6 +117,8 @@ class Soak:
                 found = self.program(self.report.seed + self.report.programs)
                 self.report.seconds = time.monotonic() - began
                 yield from found
+                if len(self.report.findings) >= MOST_FINDINGS:
+                    self.report.ended = f"given up after {MOST_FINDINGS} faults"
         except KeyboardInterrupt:
             self.report.ended = INTERRUPTED
         finally:
@@ -138,7 +142,10 @@ class Soak:
             except BaseException as error:
                 errors[number] = error
 
-        self._let_run([partial(run, number) for number in range(len(parts))])
+        ended = self._let_run([partial(run, number) for number in range(len(parts))], parts)
+        for number in range(len(parts)):
+            if not ended[number]:
+                errors[number] = Difference(f"no call came back for {PATIENCE_SECONDS} seconds")
         findings = []
         for number, (part, error, before) in enumerate(zip(parts, errors, held, strict=True)):
             if error is None:
@@ -196,6 +203,8 @@ class Soak:
         return {f"pool_bytes_{when}": context.pool_info()[1], f"free_bytes_{when}": context.memory_info()[0]}
 
     def _look_at_memory(self, context: CudaContext) -> None:
+        context.bind()
+        driver.ctx_synchronize()
         memory = self.report.memory
         memory |= self._memory(context, "after")
         left = memory["pool_bytes_after"] - memory["pool_bytes_before"]
@@ -209,8 +218,11 @@ class Soak:
         device, small = self.report.device.partition(" ")[0], " --small" if self.small else ""
         return f"memra-driver check --device {device}{small} --soak-seed {seed}"
 
-    def _let_run(self, jobs: list[Callable[[], None]]) -> None:
-        """Each on a thread of its own, until all have ended; Ctrl-C lets them end at their next call."""
+    def _let_run(self, jobs: list[Callable[[], None]], parts: list[Part]) -> list[bool]:
+        """Each on a thread of its own, until all have ended; whether each has. Ctrl-C lets them end at their next call.
+
+        Where no call of theirs comes back any more it waits no longer, and the device is given up.
+        """
         ended = [threading.Event() for _ in jobs]
 
         def run(number: int) -> None:
@@ -221,13 +233,24 @@ class Soak:
 
         for number in range(len(jobs)):
             threading.Thread(target=run, args=(number,), daemon=True).start()
+        steps, since = -1, 0.0
         while not all(each.is_set() for each in ended):
             try:
                 for each in ended:
                     each.wait(POLL_SECONDS)
             except KeyboardInterrupt:
+                if self.report.ended == INTERRUPTED:
+                    raise  # for the second time
                 self._stop.set()
                 self.report.ended = INTERRUPTED
+            done = sum(part.tally.steps for part in parts)
+            if done != steps:
+                steps, since = done, time.monotonic()
+            elif time.monotonic() - since > PATIENCE_SECONDS:
+                self.report.ended = "the device does not answer any more"
+                self._devices.clear()  # to close them would wait as well
+                break
+        return [each.is_set() for each in ended]
 
     def _told(self, error: BaseException) -> str:
         """What an error says; of one that nobody foresaw, where it came from."""
