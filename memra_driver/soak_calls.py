@@ -18,7 +18,7 @@ from memra_driver.soak_steps import Steps
 
 LAUNCHES = 3
 FP8, Q8_0 = FORMATS["fp8"].code, FORMATS["q8_0"].code
-MOST_Q8_0 = 127 * 65504.0  # what its f16 scale reaches
+MOST_FP8, MOST_Q8_0 = 464, 127 * 65504.0  # what rounds to its largest number; what its f16 scale reaches
 TAPPED: list[list[int]] = [[0, 3], [3, 0], [2], [0, 1, 2, 3], [0, 3], [2], [], [1, 1], [2, 5], [-1]]
 
 
@@ -278,7 +278,7 @@ class Program(Steps):
 
     @event(
         lambda self: self.settled and self.pos < self.capacity,
-        which=range(5), value=(np.nan, np.inf, -np.inf, 500, 1e37),
+        which=range(5), value=(np.nan, np.inf, -np.inf, 460, 470, 1e37),
     )  # fmt: skip
     def spoiled_step(self, which: int, value: float) -> None:
         """A step with an input that no layer should get; it is told, and the way back leaves nothing of it."""
@@ -295,7 +295,7 @@ class Program(Steps):
         fault: Fault | None = Fault.NONFINITE
         if np.isfinite(value):
             form = self.cache.kv_layer(il).k_format if lane.kinds[il] == "FULL" else -1
-            fault = Fault.FP8_SATURATED if form == FP8 else None
+            fault = Fault.FP8_SATURATED if form == FP8 and value > MOST_FP8 else None
             if form == Q8_0 and value > MOST_Q8_0:
                 fault = Fault.SCALE_OVERFLOW
         same("what a spoiled step tells", told, {} if fault is None else {fault: (il, self.pos)})
