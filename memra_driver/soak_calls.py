@@ -10,6 +10,7 @@ import numpy as np
 from memra_driver import ops
 from memra_driver.formats import FORMATS
 from memra_driver.health import Fault, FaultCount
+from memra_driver.round import Round
 from memra_driver.soak_lane import HIDDEN, INPUTS
 from memra_driver.soak_look import same
 from memra_driver.soak_model import BOTH, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
@@ -82,12 +83,14 @@ class Program(Steps):
             self.given_up(end)
             self.over()
 
-    @event(lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH)
-    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool) -> None:
+    @event(
+        lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH, few=(0, 0, 1, 2)
+    )  # fmt: skip
+    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool, few: int) -> None:
         """As a decoder does without rounds; the snapshot may be an older one."""
         if not self.kept:
             self.snapshot()
-        self.run(rows=rows, tokens=tokens, few=0)
+        self.run(rows=rows, tokens=tokens, few=few)
         if not open_step:
             self.run_the_rest()
             self.advance(off=0)
@@ -331,3 +334,39 @@ class Program(Steps):
             self.launch(wide=False, tokens=tokens, accept=0)
         else:
             self.cache.sync_d(self.e)
+
+    @event(
+        lambda self: self.settled and not self.recurs and self.pos, back=(1, 2, 3), token=(0, 1),
+        then=("sync_d", "step", "own", "launch"), tokens=TOKENS,
+    )  # fmt: skip
+    def own_way_back(self, back: int, token: int, then: str, tokens: list[int]) -> None:
+        """The engine assigns shorter lengths; from the next call on what stood above them is given up."""
+        if not self.settled or self.recurs or back > self.pos:
+            return
+        stands = self.cache.pos = self.pos - back
+        for il in self.owners:
+            self.cache.kv_layer(il).len = stands
+        del self.tokens[stands:]
+        self.pos = stands
+        self.given_up(stands)
+        if then == "step":
+            self.whole_step(rows=1, tokens=[token])
+        elif then == "own":
+            self.own_step(token=token, then="advance", tokens=tokens)
+        elif then == "launch" and self.can_replay(1) and self.taps.serve(self.recorded[False]):
+            self.launch(wide=False, tokens=tokens, accept=0)
+        else:
+            self.cache.sync_d(self.e)
+
+    @event(lambda self: self.settled and self.owners and self.pos, which=range(3), off=(-1, 1), tokens=TOKENS)
+    def wrong_length(self, which: int, off: int, tokens: list[int]) -> None:
+        """With rows that nobody wrote, or rows above pos, a layer takes none in a round."""
+        if not self.settled or not self.owners or not 0 < self.pos < self.capacity:
+            return
+        il = self.owners[which % len(self.owners)]
+        layer, lane = self.cache.kv_layer(il), self.player.lane(1).fill((self.start, tokens[:1]))
+        with Round(self.cache, self.e, width=1) as self.round:
+            layer.len += off
+            self.attempt(False, lambda: lane.run(self.cache, [il]))
+            layer.len -= off
+        self.over()
