@@ -68,7 +68,7 @@ class Steps(Model):
     def run_the_rest_wider(self, rows: int, tokens: list[int]) -> None:
         """A step has the same rows in every layer."""
         changing = [il for il in self.layers[self.ran :] if il in self.owners or self.cache.recur[il] is not None]
-        if 0 < self.ran and changing and rows != len(self.step):
+        if self.ran > 0 and changing and rows != len(self.step):
             lane = self.player.lane(rows).fill((self.start, tokens[:rows]))
             self.attempt(False, lambda: lane.run(self.cache, changing[:1]))
 
