@@ -210,6 +210,7 @@ class Part:
             for stranger in self.strangers:
                 stack.callback(stranger.close)
             for program in self.programs:
+                self.tally.refused += program.refused
                 stack.callback(program.close)
             if self.oracle is not None:
                 self.tally.compared += self.oracle.compared
