@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from standin import StandIn
 from test_seeded_faults import _kept, stage_in_one_buffer, with_kernel
@@ -25,7 +26,7 @@ from memra_driver.round import Round
 from memra_driver.rules import CacheRules
 from memra_driver.snapshot import CacheSnapshot
 from memra_driver.soak import IN_TIME, Soak
-from memra_driver.soak_look import same
+from memra_driver.soak_look import Difference, first_change, near, same, same_bytes
 from memra_driver.soak_program import Part
 
 pytestmark = pytest.mark.standin
@@ -182,6 +183,25 @@ def test_what_is_found_is_told_and_the_soak_goes_on(
     assert "again: memra-driver check --device host --small --soak-seed 3\n" in told
     assert len(set(seen)) > 1
     assert " 1 faults found in " in told.splitlines()[-1]
+
+
+def test_a_difference_is_told_by_its_first_byte_and_token() -> None:
+    found, other = np.arange(12, dtype=np.uint8), np.arange(12, dtype=np.uint8)
+    other[[6, 11]] += 1
+    assert same_bytes("layer 3 k", found, found.tobytes(), 4) == 12
+    with pytest.raises(Difference, match=r"^layer 3 k: byte 6, of token 1, is 7, not 6 \(2 of 12 differ\)$"):
+        same_bytes("layer 3 k", other, found, 4)
+    with pytest.raises(Difference, match=r"^layer 3 k: 11 bytes, not 12$"):
+        same_bytes("layer 3 k", found[1:], found)
+    near("out", [1.0, 2.0], [1.0, 2.001], 1e-3)
+    for wrong in (2.01, np.nan):
+        with pytest.raises(Difference, match=r"^out: element 1 is .*with 2\.0e-03 allowed \(1 of 2 are off\)$"):
+            near("out", [1.0, wrong], [1.0, 2.0], 1e-3)
+    before = {"0.k.bytes": b"abc", "pos": 3}
+    assert first_change(before, dict(before)) == ""
+    assert first_change(before, before | {"0.k.bytes": b"abd"}) == "0.k.bytes: byte 2 is 100, not 99 (1 of 3 differ)"
+    assert first_change(before, before | {"pos": 4, "len": 1}) == "pos: 4, not 3"
+    assert first_change(before, before | {"len": 1}) == "len is new"
 
 
 def test_ctrl_c_ends_it_with_the_report_so_far(
