@@ -12,6 +12,7 @@ and two snapshots of each, on the device under 1 GB; on the host 64 MiB of remem
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -159,6 +160,8 @@ class Soak:
                 steps, again = part.tally.steps, self._again(seed)
                 findings.append(Finding(seed, number, steps, part.last, str(part), what, again))
         self._count(parts, findings)
+        if findings:
+            gc.collect()  # what a part was about to make goes now, not in the middle of another
         return findings
 
     def close(self) -> None:

@@ -173,10 +173,3 @@ class Lane:
         names = [(il, name) for il, name in names if il != self.fused or name != "convolved"]  # nobody made that
         arrays = {key: self.at[key].to_numpy().reshape(self.n, self.rows, -1)[b] for key in names}
         return [{key: array[r].tobytes() for key, array in arrays.items()} for r in range(self.rows)]
-
-
-class Quick:
-    """`ops` without attention, which changes nothing in a cache."""
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda *args, **named: None) if name == "attend" else getattr(ops, name)

@@ -209,7 +209,7 @@ class Model:
         kept = [each for each in self.kept if each.generation == self.generation]
         same("snapshots that are good", [not each.snap.invalid for each in kept], [each.good for each in kept])
         if self.state is UNSETTLED:
-            self.attempt_digest()
+            self.check_digest_is_refused()
             return
         row = cache.take_logits(self.player.last)
         parked = None if row is None else row.to_numpy()[0]
@@ -219,7 +219,7 @@ class Model:
         elif self.at_rest:
             self.player.check_pending(self.replayed)
 
-    def attempt_digest(self) -> None:
+    def check_digest_is_refused(self) -> None:
         """Refused while the host does not know the lengths."""
         try:
             self.cache.digest()

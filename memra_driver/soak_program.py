@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from memra_driver.batch import CacheBatch
+from memra_driver.errors import MemraError
 from memra_driver.soak_calls import Program
 from memra_driver.soak_geometry import MAX_ROWS, Geometry, drawn
 from memra_driver.soak_lane import Lane
@@ -89,18 +90,25 @@ class Part:
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Runs the part, or as far as nobody has stopped it; frees all that it made, whatever happens."""
-        with ExitStack() as stack:
-            stack.callback(self._close)
-            self.oracle = self.geometry.oracle(self.e, self.capacity, self.salt)
-            self._be_born()
-            for _ in range(self.length):
-                if stopped():
-                    return
-                self._step()
-            while self.programs:
-                self._end(0)
-            while self.strangers:
-                self._forget(0)
+        try:
+            self._run(stopped)
+        except BaseException:
+            with suppress(MemraError):  # what came first is the news
+                self._close()
+            raise
+        self._close()
+
+    def _run(self, stopped: Callable[[], bool]) -> None:
+        self.oracle = self.geometry.oracle(self.e, self.capacity, self.salt)
+        self._be_born()
+        for _ in range(self.length):
+            if stopped():
+                return
+            self._step()
+        while self.programs:
+            self._end(0)
+        while self.strangers:
+            self._forget(0)
 
     def _step(self) -> None:
         chosen = self.random.random()
@@ -210,6 +218,7 @@ class Part:
             for stranger in self.strangers:
                 stack.callback(stranger.close)
             for program in self.programs:
+                self.tally.refused += program.refused
                 stack.callback(program.close)
             if self.oracle is not None:
                 self.tally.compared += self.oracle.compared
