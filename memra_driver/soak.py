@@ -183,8 +183,8 @@ class Soak:
             made = self._devices[key] = []
             for _ in range(2):
                 made.append(self.make(arena))
-                if hasattr(made[-1], "kernels"):
-                    made[-1].kernels.load_all()  # which may compile them: here, not on two threads at once
+            if hasattr(made[0], "kernels"):
+                made[0].kernels.load_all()  # which may compile them: here, not on two threads at once
             if not self.report.device:
                 self._meet(made[0])
         return self._devices[key]

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from memra_driver import ops
+from memra_driver.formats import FORMATS
 from memra_driver.health import Fault, FaultCount
+from memra_driver.round import Round
 from memra_driver.soak_lane import HIDDEN, INPUTS
 from memra_driver.soak_look import same
 from memra_driver.soak_model import BOTH, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
@@ -16,6 +18,8 @@ from memra_driver.soak_player import WIDTH, Player, Recorded, launch_by_hand
 from memra_driver.soak_steps import Steps
 
 LAUNCHES = 3
+FP8, Q8_0 = FORMATS["fp8"].code, FORMATS["q8_0"].code
+MOST_FP8, MOST_Q8_0 = 464, 127 * 65504.0  # what rounds to its largest number; what its f16 scale reaches
 TAPPED: list[list[int]] = [[0, 3], [3, 0], [2], [0, 1, 2, 3], [0, 3], [2], [], [1, 1], [2, 5], [-1]]
 
 
@@ -79,12 +83,14 @@ class Program(Steps):
             self.given_up(end)
             self.over()
 
-    @event(lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH)
-    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool) -> None:
+    @event(
+        lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH, few=(0, 0, 1, 2)
+    )  # fmt: skip
+    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool, few: int) -> None:
         """As a decoder does without rounds; the snapshot may be an older one."""
         if not self.kept:
             self.snapshot()
-        self.run(rows=rows, tokens=tokens, few=0)
+        self.run(rows=rows, tokens=tokens, few=few)
         if not open_step:
             self.run_the_rest()
             self.advance(off=0)
@@ -101,7 +107,7 @@ class Program(Steps):
             self.pos = new_len
             self.given_up(new_len)
 
-    @event(lambda self: self.pos > self.capacity - 4)
+    @event(lambda self: self.pos > self.capacity - WIDTH, 3)
     def reset(self) -> None:
         self.cache.reset(self.e)
         self.tokens.clear()
@@ -258,7 +264,7 @@ class Program(Steps):
             self.faults = set()
             same("a cleared error record", str(self.cache.health()), "no faults")
 
-    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 9, tokens=TOKENS)
+    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 4, tokens=TOKENS)
     def overrun(self, tokens: list[int]) -> None:
         """An engine launches a recorded round once too often: no row has room, so none is written, and it is told."""
         made = self.recorded[True]
@@ -273,9 +279,12 @@ class Program(Steps):
         same("what a launch without room tells", self.cache.health().faults, told)
         self.cache.clear_health()
 
-    @event(lambda self: self.settled and self.pos < self.capacity, which=range(5), value=(np.nan, np.inf, -np.inf))
+    @event(
+        lambda self: self.settled and self.pos < self.capacity,
+        which=range(5), value=(np.nan, np.inf, -np.inf, 460, 470, 1e37),
+    )  # fmt: skip
     def spoiled_step(self, which: int, value: float) -> None:
-        """A step with an input that is no number; it is told, and the way back leaves nothing of it."""
+        """A step with an input that no layer should get; it is told, and the way back leaves nothing of it."""
         if not self.settled or self.pos >= self.capacity:
             return
         self.look_at_health(clear=True)
@@ -286,7 +295,13 @@ class Program(Steps):
             lane.run(self.cache)
             told = {kind: (seen.layer, seen.slot) for kind, seen in self.cache.health().faults.items()}
             self.cache.rollback(self.e, snap, 0)
-        same("what a spoiled step tells", told, {Fault.NONFINITE: (il, self.pos)})
+        fault: Fault | None = Fault.NONFINITE
+        if np.isfinite(value):
+            form = self.cache.kv_layer(il).k_format if lane.kinds[il] == "FULL" else -1
+            fault = Fault.FP8_SATURATED if form == FP8 and value > MOST_FP8 else None
+            if form == Q8_0 and value > MOST_Q8_0:
+                fault = Fault.SCALE_OVERFLOW
+        same("what a spoiled step tells", told, {} if fault is None else {fault: (il, self.pos)})
         self.cache.clear_health()
 
     # Kernels of the engine's own.
@@ -319,3 +334,39 @@ class Program(Steps):
             self.launch(wide=False, tokens=tokens, accept=0)
         else:
             self.cache.sync_d(self.e)
+
+    @event(
+        lambda self: self.settled and not self.recurs and self.pos, back=(1, 2, 3), token=(0, 1),
+        then=("sync_d", "step", "own", "launch"), tokens=TOKENS,
+    )  # fmt: skip
+    def own_way_back(self, back: int, token: int, then: str, tokens: list[int]) -> None:
+        """The engine assigns shorter lengths; from the next call on what stood above them is given up."""
+        if not self.settled or self.recurs or back > self.pos:
+            return
+        stands = self.cache.pos = self.pos - back
+        for il in self.owners:
+            self.cache.kv_layer(il).len = stands
+        del self.tokens[stands:]
+        self.pos = stands
+        self.given_up(stands)
+        if then == "step":
+            self.whole_step(rows=1, tokens=[token])
+        elif then == "own":
+            self.own_step(token=token, then="advance", tokens=tokens)
+        elif then == "launch" and self.can_replay(1) and self.taps.serve(self.recorded[False]):
+            self.launch(wide=False, tokens=tokens, accept=0)
+        else:
+            self.cache.sync_d(self.e)
+
+    @event(lambda self: self.settled and self.owners and self.pos, which=range(3), off=(-1, 1), tokens=TOKENS)
+    def wrong_length(self, which: int, off: int, tokens: list[int]) -> None:
+        """With rows that nobody wrote, or rows above pos, a layer takes none in a round."""
+        if not self.settled or not self.owners or not 0 < self.pos < self.capacity:
+            return
+        il = self.owners[which % len(self.owners)]
+        layer, lane = self.cache.kv_layer(il), self.player.lane(1).fill((self.start, tokens[:1]))
+        with Round(self.cache, self.e, width=1) as self.round:
+            layer.len += off
+            self.attempt(False, lambda: lane.run(self.cache, [il]))
+            layer.len -= off
+        self.over()

@@ -42,7 +42,9 @@ class Geometry:
 
 
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {  # what is drawn from, by the width of the model
-    "small": {"kv": (1, 1, 2), "gqa": (1, 2), "dim": (64, 64, 96), "state": (32,), "groups": (1,), "n_vocab": (5, 40)},
+    "small": {
+        "kv": (1, 1, 2), "gqa": (1, 2), "dim": (64, 64, 96), "state": (32,), "groups": (1, 1, 2), "n_vocab": (5, 40),
+    },
     "usual": {
         "kv": (1, 1, 2), "gqa": (1, 2, 3, 4, 8), "dim": (64, 64, 64, 96, 128), "state": (32, 32, 32, 64),
         "groups": (1, 1, 2), "n_vocab": (5, 16, 300),

@@ -206,11 +206,13 @@ class Model:
         found = names.count("logits"), names.count("taps")
         same("buffers of logits and taps", found, (self.can_park, self.taps.buffer))  # at first use only
         self.taps.check(cache)
+        kept = [each for each in self.kept if each.generation == self.generation]
+        same("snapshots that are good", [not each.snap.invalid for each in kept], [each.good for each in kept])
         if self.state is UNSETTLED:
             self.attempt_digest()
             return
-        kept = cache.take_logits(self.player.last)
-        parked = None if kept is None else kept.to_numpy()[0]
+        row = cache.take_logits(self.player.last)
+        parked = None if row is None else row.to_numpy()[0]
         same("parked logits", parked, None if self.parked is None else self.parked[0])
         if self.settled:
             self.player.check()

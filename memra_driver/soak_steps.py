@@ -64,6 +64,14 @@ class Steps(Model):
             self.tapped(rest)
             self.ran = len(self.layers)
 
+    @event(lambda self: 0 < self.ran < len(self.layers), rows=ROWS, tokens=TOKENS)
+    def run_the_rest_wider(self, rows: int, tokens: list[int]) -> None:
+        """A step has the same rows in every layer."""
+        changing = [il for il in self.layers[self.ran :] if il in self.owners or self.cache.recur[il] is not None]
+        if self.ran > 0 and changing and rows != len(self.step):
+            lane = self.player.lane(rows).fill((self.start, tokens[:rows]))
+            self.attempt(False, lambda: lane.run(self.cache, changing[:1]))
+
     def tapped(self, layers: Sequence[int]) -> None:
         if self.taps.of(len(self.step)):
             self.taps.write(self.start, self.step, layers)
