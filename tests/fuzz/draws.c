@@ -31,7 +31,8 @@ float draw_float(input *in) {
 }
 
 uint64_t draw_bytes(input *in) {
-    static const uint64_t sizes[] = {64, 0, 1, 3, 4, 88, 4096, 1 << 20, 1 << 30, 1ull << 40, 1ull << 60, UINT64_MAX, INT64_MAX};
+    static const uint64_t sizes[] = {
+        64, 0, 1, 3, 4, 88, 4096, 1 << 20, 1 << 30, 1ull << 40, 1ull << 60, UINT64_MAX, INT64_MAX};
     const uint64_t size = sizes[draw_byte(in) % (sizeof sizes / sizeof *sizes)];
     world.wild |= size > 64; /* more than an address may have behind it */
     return size;
@@ -149,8 +150,8 @@ memra_config *draw_config(input *in) {
     if (is_null(in)) return NULL;
     memra_config *made = scratch(sizeof *made);
     *made = (memra_config){
-        .struct_size = sizeof *made, .n_layer = N_LAYER, .n_head = 2, .n_head_kv = 1, .head_dim_k = 64, .head_dim_v = 64,
-        .n_embd = 8, .n_vocab = 16, .full_attention_interval = 2, .has_ssm = 1, .ssm_conv_kernel = 4,
+        .struct_size = sizeof *made, .n_layer = N_LAYER, .n_head = 2, .n_head_kv = 1, .head_dim_k = 64,
+        .head_dim_v = 64, .n_embd = 8, .n_vocab = 16, .full_attention_interval = 2, .has_ssm = 1, .ssm_conv_kernel = 4,
         .ssm_state_size = 32, .ssm_time_step_rank = 2, .ssm_group_count = 1};
     const uint8_t kind = draw_byte(in) % 4;
     if (kind) made->full_attention_interval = made->has_ssm = 0;

@@ -119,7 +119,8 @@ static const char *const stories[] = {
     "attend_scratch append_kv attend advance capture_begin append_kv recur_step attend advance capture_end graph_launch"
     " graph_launch sync prepare_replay replayed graph_close",
     "park_logits take_logits arm_taps tap_write disarm_taps health_read clear_health reset truncate",
-    "cache_new cache_free plan_new plan_free device_open device_load device_close alloc copy_table upload download free",
+    "cache_new cache_free plan_new plan_free device_open device_load device_close alloc copy_table upload download"
+    " free",
     "snapshot_new snapshot_into device_close snapshot_free cache_free",
     "capture_begin cache_free snapshot_new append_kv device_close capture_abandon round_begin append_kv round_reject",
 };
@@ -269,7 +270,8 @@ static int run_random(uint64_t runs, uint64_t seconds) {
 static one input_of(const char *hex) {
     one made = {.n = 0};
     unsigned byte;
-    for (; made.n < LONGEST && sscanf(hex + 2 * made.n, "%2x", &byte) == 1; made.n++) made.bytes[made.n] = (uint8_t)byte;
+    for (; made.n < LONGEST && sscanf(hex + 2 * made.n, "%2x", &byte) == 1; made.n++)
+        made.bytes[made.n] = (uint8_t)byte;
     return made;
 }
 

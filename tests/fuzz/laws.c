@@ -63,7 +63,8 @@ void free_scratch(void) {
 uint8_t *cubin;
 size_t cubin_bytes;
 static char folder[64], names[5][96], long_name[5000];
-const char *paths[] = {names[0], folder, names[1], "", "/nowhere/at.all", names[2], "/dev/null", long_name, names[3], "."};
+const char *paths[] = {
+    names[0], folder, names[1], "", "/nowhere/at.all", names[2], "/dev/null", long_name, names[3], "."};
 int n_paths = sizeof paths / sizeof *paths;
 
 /* An ELF of sections that are named after kernels; the driver of these tests looks at nothing else. */

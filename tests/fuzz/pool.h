@@ -22,7 +22,7 @@ extern pool world;
 void *scratch(size_t n_bytes);  /* a block of its own until the next call; of no bytes: an address that nothing is at */
 void free_scratch(void);
 
-extern const char *paths[];     /* of files and folders; paths_of_folders of the first are folders */
+extern const char *paths[];     /* the first of a file, the second of a folder, others of both and of neither */
 extern int n_paths;
 extern uint8_t *cubin;          /* a sound one */
 extern size_t cubin_bytes;

@@ -1,10 +1,11 @@
 /* world.h: what a fuzzed call sequence works on, and how bytes become arguments.
  *
- * An input is a string of bytes: two that set the world up, then calls. A call is the number of the function, a byte that
- * from 0xf0 on forces one pointer to NULL, the number of bytes for its arguments (below 64), and these. A byte of 0 always
- * stands for the sound value, and so does the end of the string, so that a short input is a sound call. Every array is a block of its own of exactly as many
- * entries as its count promises, so that a sanitizer sees each step beyond; where a count promises more than MOST, the
- * block has MOST: no function may read so far without having refused the count.
+ * An input is a string of bytes: two that set the world up, then calls. A call is the number of the function, a byte
+ * that from 0xf0 on forces one pointer to NULL, the number of bytes for its arguments (below 64), and these. A byte of
+ * 0 always stands for the sound value, and so does the end of the string, so that a short input is a sound call. Every
+ * array is a block of its own of exactly as many entries as its count promises, so that a sanitizer sees each step
+ * beyond; where a count promises more than MOST, the block has MOST: no function may read so far without having refused
+ * the count.
  */
 #ifndef FUZZ_WORLD_H
 #define FUZZ_WORLD_H
