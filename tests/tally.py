@@ -18,6 +18,7 @@ LINES = {  # what is counted: how the end of the run tells of it
     "fault points": "fault points: {} driver calls made to fail",
     "vectors": "vectors: {} recorded arrays, of the original kernels and of kits, that results were held against",
     "fuzz inputs": "fuzz inputs: {}",
+    "soak steps": "soak steps: {} calls of random programs, compared with plain decoding",
 }
 _counted: collections.Counter[str] = collections.Counter()
 
