@@ -383,7 +383,8 @@ enum memra_capture_flags {
 };
 /* What is enqueued between the two is recorded. memra_capture_abandon ends one that failed. Of a capture of the caller's
  * it does not matter which of the two begins, and which of the two ends, comes first; operations between them are
- * refused unless the stream captures. A capture that ends with a step or round open is given up. */
+ * refused unless the stream captures. A capture that ends with a step or round open is given up. Where the driver fails
+ * and the stream goes on capturing, either leaves the capture open, to be ended or abandoned again. */
 MEMRA_API int memra_capture_begin(memra_device *device, uint32_t flags);
 MEMRA_API int memra_capture_end(memra_device *device, memra_graph **graph);
 MEMRA_API int memra_capture_abandon(memra_device *device);

@@ -85,6 +85,10 @@ int memra_take_logits(memra_cache *cache, uint64_t *row) {
 
 static int check_taps(const memra_cache *cache, const int32_t *ids, int32_t n, int64_t t, int64_t hidden) {
     if (n < 1 || ids == NULL) return memra_fail(MEMRA_ERR_CONFIG, "taps: at least one layer, and each once");
+    if (n > cache->n_layer)
+        return memra_fail(
+            MEMRA_ERR_CONFIG, "taps of %" PRId32 " layers; the model has %" PRId64 ", and each is named once", n,
+            cache->n_layer);
     for (int32_t i = 0; i < n; i++) {
         if (ids[i] < 0 || ids[i] >= cache->n_layer)
             return memra_fail(
@@ -183,6 +187,8 @@ int memra_health_read(memra_cache *cache, memra_health *health) {
     if (health == NULL) return memra_fail(MEMRA_ERR_ARRAY, "health: health is NULL");
     memset(health, 0, sizeof *health);
     MEMRA_TRY(memra_check_cache(cache, "health"));
+    for (int32_t d = 0; d < cache->n_devices; d++)
+        MEMRA_TRY(memra_check_no_capture(memra_device_at(cache, d), "health"));
     for (int32_t d = 0; d < cache->n_devices; d++) {
         memra_health one;
         MEMRA_TRY(memra_download(memra_device_at(cache, d), &one, cache->devices[d].health.ptr, sizeof one));

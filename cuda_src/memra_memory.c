@@ -198,6 +198,8 @@ int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n)
     if (n < 0) return memra_fail(MEMRA_ERR_CONFIG, "memra_copy_table: %d entries", n);
     if (!n) return MEMRA_OK;
     if (!entries) return memra_fail(MEMRA_ERR_ARRAY, "memra_copy_table: entries is NULL");
+    if (n > MEMRA_COPIES_MOST)
+        return memra_fail(MEMRA_ERR_CAPACITY, "memra_copy_table: %d entries; at most %d", n, MEMRA_COPIES_MOST);
     MEMRA_TRY(memra_kernel_loaded(device, MEMRA_K_COPY_MANY));
     MEMRA_TRY(upload_table(device, entries, n));
     return memra_launch_copy_many(device, device->table, n, 0, 0);

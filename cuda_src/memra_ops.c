@@ -274,6 +274,7 @@ int memra_attend(
     if (rows == 0) return MEMRA_OK;
     const at at = at_device(cache, layer->device_index);
     const int32_t width = window < 0 ? layer->window : window;
+    MEMRA_TRY(memra_kernel_loaded(at.device, MEMRA_K_ATTEND_COMBINE)); /* before the first of the two is launched */
     uint64_t part = 0;
     MEMRA_TRY(memra_device_scratch(at.device, memra_attend_part_bytes(1, rows, heads, layer->head_dim_v), &part));
     MEMRA_TRY(memra_launch_attend(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tally
 from decoding import OPTIONS, TRUE, WRONG, Lane
 from fault_runs import ATTENTION, Quick, Run, Stage, sweep
 from standin import StandIn
@@ -236,34 +237,34 @@ ALONE: dict[str, Prepare] = {
 @pytest.mark.parametrize(
     ("name", "devices"), [*((name, n) for name in CHANGES for n in (1, 2)), *((name, 1) for name in ALONE)]
 )
-def test_each_call(make_dev: MakeDev, standin: StandIn, count: Any, name: str, devices: int) -> None:
+def test_each_call(make_dev: MakeDev, standin: StandIn, name: str, devices: int) -> None:
     stage = Stage(make_dev, standin, devices=devices)
-    count("fault points", sweep(stage, (CHANGES | ALONE)[name], several="of two" in name))
+    tally.add("fault points", sweep(stage, (CHANGES | ALONE)[name], several="of two" in name))
     stage.close()
 
 
 @pytest.mark.parametrize("name", ["settle", "digest"])
-def test_each_call_of_what_a_strict_cache_waits_for(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+def test_each_call_of_what_a_strict_cache_waits_for(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin, options=replace(OPTIONS, strict=True))
-    count("fault points", sweep(stage, (CHANGES | ALONE)[name]))
+    tally.add("fault points", sweep(stage, (CHANGES | ALONE)[name]))
     stage.close()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_each_call_of_truncate(make_dev: MakeDev, standin: StandIn, count: Any, devices: int) -> None:
+def test_each_call_of_truncate(make_dev: MakeDev, standin: StandIn, devices: int) -> None:
     stage = Stage(make_dev, standin, devices=devices, cfg=ATTENTION)
-    count("fault points", sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3)))
+    tally.add("fault points", sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3)))
     stage.close()
 
 
 @pytest.mark.parametrize("name", ["snapshot", "rollback, accept", "reset", "clear_health"])
 @pytest.mark.parametrize("pools", [True, False], ids=["pools", "no-pools"])
 def test_each_call_where_every_plane_is_an_allocation(
-    make_dev: MakeDev, standin: StandIn, count: Any, pools: bool, name: str
+    make_dev: MakeDev, standin: StandIn, pools: bool, name: str
 ) -> None:
     standin.set_attribute(0, 115, int(pools))
     stage = Stage(make_dev, standin, arena=False)
-    count("fault points", sweep(stage, CHANGES[name]))
+    tally.add("fault points", sweep(stage, CHANGES[name]))
     stage.close()
 
 
@@ -287,7 +288,7 @@ OF_THE_LIBRARY: dict[str, Prepare] = {
 
 @pytest.mark.parametrize("name", OF_THE_LIBRARY)
 @pytest.mark.parametrize("cuda_kind", ["c"], indirect=True)
-def test_each_call_of_the_library(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+def test_each_call_of_the_library(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin)
-    count("fault points", sweep(stage, OF_THE_LIBRARY[name], several="of two" in name))
+    tally.add("fault points", sweep(stage, OF_THE_LIBRARY[name], several="of two" in name))
     stage.close()

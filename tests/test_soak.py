@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tally
 from standin import StandIn
 from test_seeded_faults import _kept, stage_in_one_buffer, with_kernel
 
@@ -114,7 +115,7 @@ IN_KERNELS = {
 
 @pytest.mark.parametrize("seed", [0, 5], ids=["at once", "deferred"])
 def test_programs_find_nothing_where_nothing_is_wrong(
-    standin: StandIn, soaking: Any, seed: int, count: Callable[[str, int], None]
+    standin: StandIn, soaking: Any, seed: int
 ) -> None:
     standin.defer(seed)
     soak = soaking(104)
@@ -123,8 +124,7 @@ def test_programs_find_nothing_where_nothing_is_wrong(
     assert [each.line() for each in soak.run(1)] == []
     soak.close()
     report = soak.report
-    count("soak programs", report.programs)
-    count("soak steps", report.steps)
+    tally.add("soak steps", report.steps)
     assert report.ended == IN_TIME
     assert report.programs > 4
     assert min(report.caches, report.refused) > 8
