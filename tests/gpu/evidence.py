@@ -45,7 +45,7 @@ SANITIZED = (  # of tests/test_*.py, what a process runs
     ("steps", "batch", "taps", "ops"),
     ("round", "rollback", "snapshots", "graph", "replayed_clock"),
 )
-SANITIZED_SECONDS = 420  # for all of them
+SANITIZED_SECONDS = 360  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
 
