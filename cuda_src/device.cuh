@@ -47,6 +47,39 @@ __device__ inline float memra_max(float a, float b) {
 #endif
 }
 
+// The same, but a NaN wins.
+__device__ inline float memra_min_nan(float a, float b) {
+#if MEMRA_PTX
+    float x;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+#else
+    return a != a ? a : b != b ? b : memra_min(a, b);
+#endif
+}
+
+__device__ inline float memra_max_nan(float a, float b) {
+#if MEMRA_PTX
+    float x;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+#else
+    return a != a ? a : b != b ? b : memra_max(a, b);
+#endif
+}
+
+// A number whose low byte is that of x rounded to an integer, half to even; |x| below 2^21.
+__device__ inline uint32_t memra_rounded(float x) { return __float_as_uint(__fadd_rn(x, 0x1.8p23f)); }
+
+// The same of x cut off; x in 0 .. 255, else anything.
+__device__ inline uint32_t memra_cut(float x) {
+#if MEMRA_PTX
+    return __float_as_uint(__fadd_rz(x, 0x1p23f));
+#else
+    return x >= 0.0f && x < 256.0f ? (uint32_t)x : 0;
+#endif
+}
+
 // 1/x, rounded once, where x and 1/x are normal numbers.
 __device__ inline float memra_reciprocal(float x) {
 #if MEMRA_PTX
@@ -124,6 +157,19 @@ __device__ inline uint8_t memra_to_e4m3(float x) {
 #endif
 }
 
+// Four of them, the first in the low byte.
+__device__ inline uint32_t memra_to_e4m3x4(float4 x) {
+#if MEMRA_PTX && __CUDA_ARCH__ >= 890
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x.y), "f"(x.x));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x.w), "f"(x.z));
+    return low | (uint32_t)high << 16;
+#else
+    return memra_to_e4m3(x.x) | (uint32_t)memra_to_e4m3(x.y) << 8 | (uint32_t)memra_to_e4m3(x.z) << 16 |
+           (uint32_t)memra_to_e4m3(x.w) << 24;
+#endif
+}
+
 __device__ inline float memra_from_e4m3(uint8_t code) {
     const uint32_t sign = (uint32_t)(code & 0x80u) << 24, magnitude = code & 0x7Fu;
     if (magnitude == 0x7Fu) return __uint_as_float(0x7FFFFFFFu);
@@ -139,6 +185,23 @@ __device__ inline void memra_prefetch(const void* at) {
 #endif
 }
 
+// Brings 16 bytes of global memory into shared memory, both at multiples of 16; memra_arrived() waits for all that this
+// thread asked for.
+__device__ inline void memra_bring16(void* shared, const void* from) {
+#if MEMRA_PTX
+    asm volatile("{ .reg .u64 to; cvta.to.shared.u64 to, %0; cp.async.cg.shared.global [to], [%1], 16; }"
+                 : : "l"(shared), "l"(from) : "memory");
+#else
+    *(float4*)shared = *(const float4*)from;
+#endif
+}
+
+__device__ inline void memra_arrived() {
+#if MEMRA_PTX
+    asm volatile("cp.async.wait_all;" : : : "memory");
+#endif
+}
+
 // f32 of global memory. Of an address out of a table the compiler would not know that it is one of global memory.
 __device__ inline float memra_read(const float* at) {
 #if MEMRA_PTX
@@ -150,10 +213,11 @@ __device__ inline float memra_read(const float* at) {
 #endif
 }
 
-__device__ inline float4 memra_read4(const float* at) {  // at a multiple of 16 bytes
+// Four of them, at a multiple of 16 bytes, of memory that nobody reads again soon.
+__device__ inline float4 memra_read4(const float* at) {
 #if MEMRA_PTX
     float4 x;
-    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
     return x;
 #else
@@ -171,7 +235,7 @@ __device__ inline void memra_write(float* at, float x) {
 
 __device__ inline void memra_write4(float* at, float4 x) {
 #if MEMRA_PTX
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};"
                  : : "l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 #else
     *(float4*)at = x;

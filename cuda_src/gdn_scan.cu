@@ -3,7 +3,7 @@
 // Per row and head, with S (state_size columns, state_size rows) and g = exp(g_log):
 //   kv = S k;  dl = beta (v - g kv);  S = g S + dl k^T;  out = scale S q
 // A warp holds its columns of S in registers from the first row to the last: state_in may be state_out, and T rows in
-// one launch give the bits of T launches.
+// one launch give the bits of T launches. It asks for them before anything else: all that follows waits for them.
 #include "gdn.cuh"
 
 #define COLUMNS 32  // of a head's state, per block
@@ -12,10 +12,10 @@
 struct Scan {
     const float *q, *k, *v, *g_log, *beta, *state_in;
     float *state_out, *out, *tape;
-    int rows, taken, num_v;
+    const int* accept_d;
+    int rows, num_v, layer;
     float scale;
-    const memra_seq* seqs;
-    int n_seqs;
+    memra_health* health;
 };
 
 static __device__ inline float4 load4(const float* at, bool aligned) {
@@ -28,8 +28,7 @@ static __device__ inline void store4(float* at, float4 x) {
 
 // Columns first .. first + 4 G - 1 of a head. The states lie at multiples of 16 bytes, the operands anywhere.
 template <int R, int G>  // state_size / 32; groups of four columns, eight lanes to a column
-static __device__ inline void scan_columns(const Scan& p, const float* state_in, float* state_out, long long seq,
-                                           int head, int first) {
+static __device__ inline void scan_columns(const Scan& p, long long seq, int head, int first) {
     const int size = R * 32, lane = (int)threadIdx.x & 7, column = first + ((int)threadIdx.x >> 3);
     const long long gates = (long long)p.rows * p.num_v, vectors = gates * size;  // of one operand, one sequence
     const long long state = ((long long)head * size + column) * size + 4 * lane;
@@ -38,7 +37,13 @@ static __device__ inline void scan_columns(const Scan& p, const float* state_in,
 #pragma unroll
     for (int i = 0; i < G; i++) {
 #pragma unroll
-        for (int r = 0; r < R; r++) s[i][r] = memra_read4(state_in + state + i * 4 * size + r * 32);
+        for (int r = 0; r < R; r++) s[i][r] = memra_read4(p.state_in + state + i * 4 * size + r * 32);
+    }
+    const int taken = p.accept_d ? *p.accept_d : p.rows;
+    if (taken < 0 || taken > p.rows) {
+        const bool is_first = (head | first | (int)threadIdx.x) == 0 && seq == 0;
+        if (is_first) memra_report(p.health, MEMRA_FAULT_BAD_ACCEPT, p.layer, 0, 1);
+        return;
     }
     // One row of operands; a state of 256 leaves no registers for k and q, which are then read where they are used.
     constexpr int HELD = R < 8 ? R : 1;
@@ -56,8 +61,8 @@ static __device__ inline void scan_columns(const Scan& p, const float* state_in,
 #pragma unroll
         for (int i = 0; i < G; i++) v[i] = p.v[row_of(t) * size + column + 4 * i];
     };
-    if (p.taken > 0) fetch(0);
-    for (int t = 1 + (int)threadIdx.y; t < p.taken && t < 16; t += WARPS) {  // the first rows at least are on their way
+    if (taken > 0) fetch(0);
+    for (int t = 1 + (int)threadIdx.y; t < taken && t < 16; t += WARPS) {  // the first rows at least are on their way
         if (lane == 0) memra_prefetch(p.v + row_of(t) * size + column);
         if (threadIdx.x < R) memra_prefetch(p.k + row_of(t) * size + 32 * threadIdx.x);
         if (threadIdx.x < R) memra_prefetch(p.q + row_of(t) * size + 32 * threadIdx.x);
@@ -65,7 +70,7 @@ static __device__ inline void scan_columns(const Scan& p, const float* state_in,
     }
 
 #pragma unroll 1
-    for (int t = 0; t < p.taken; t++) {
+    for (int t = 0; t < taken; t++) {
         const long long gate = row_of(t), at = gate * size;
         auto key = [&](int r) { return R < 8 ? held_key[r % HELD] : read(p.k, t, r); };
         auto query = [&](int r) { return R < 8 ? held_query[r % HELD] : read(p.q, t, r); };
@@ -86,7 +91,7 @@ static __device__ inline void scan_columns(const Scan& p, const float* state_in,
         float4 sum[G];
 #pragma unroll
         for (int i = 0; i < G; i++) sum[i] = memra_delta_row<R>(s[i], key, query, g, beta, v[i], lane);
-        if (t + 1 < p.taken) fetch(t + 1);  // while the sums go round
+        if (t + 1 < taken) fetch(t + 1);  // while the sums go round
         if (p.out) {
 #pragma unroll
             for (int i = 0; i < G; i++) {
@@ -98,22 +103,15 @@ static __device__ inline void scan_columns(const Scan& p, const float* state_in,
 #pragma unroll
     for (int i = 0; i < G; i++) {
 #pragma unroll
-        for (int r = 0; r < R; r++) memra_write4(state_out + state + i * 4 * size + r * 32, s[i][r]);
+        for (int r = 0; r < R; r++) memra_write4(p.state_out + state + i * 4 * size + r * 32, s[i][r]);
     }
 }
 
 template <int R, int G>
 static __device__ inline void scan(const Scan& p) {
-    const unsigned head_of_all = blockIdx.x / R, seq = p.n_seqs == 1 ? 0 : head_of_all / (unsigned)p.num_v;
-    if (seq >= (unsigned)p.n_seqs) return;
-    const int head = (int)(head_of_all - seq * p.num_v);
-    float* const in_place = p.seqs ? (float*)p.seqs[seq].ssm_state : nullptr;
-    const int first = (int)(blockIdx.x % R) * COLUMNS + (int)threadIdx.y * (COLUMNS / WARPS);
+    const int first = (int)blockIdx.x * COLUMNS + (int)threadIdx.y * (COLUMNS / WARPS);
 #pragma unroll
-    for (int i = 0; i < COLUMNS / WARPS; i += 4 * G) {
-        const float* before = in_place ? in_place : p.state_in;
-        scan_columns<R, G>(p, before, in_place ? in_place : p.state_out, seq, head, first + i);
-    }
+    for (int i = 0; i < COLUMNS / WARPS; i += 4 * G) scan_columns<R, G>(p, blockIdx.z, blockIdx.y, first + i);
 }
 
 // q, k, v, out (n_seqs, rows, num_v, state_size); g_log, beta (n_seqs, rows, num_v); out may be null. state_size is 32,
@@ -123,13 +121,9 @@ extern "C" __global__ void __launch_bounds__(128, 5) gdn_scan(
         const float* q, const float* k, const float* v, const float* g_log, const float* beta,
         const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows, int num_v,
         int state_size, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
-    const int taken = accept_d ? *accept_d : rows;
-    if (taken < 0 || taken > rows) {
-        const bool is_first = blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0;
-        if (is_first) memra_report(health, MEMRA_FAULT_BAD_ACCEPT, layer, 0, 1);
-        return;
-    }
-    const Scan p = {q, k, v, g_log, beta, state_in, state_out, out, tape, rows, taken, num_v, scale, seqs, n_seqs};
+    Scan p = {q, k, v, g_log, beta, state_in, state_out, out, tape, accept_d, rows, num_v, layer, scale, health};
+    if ((int)blockIdx.z >= n_seqs) return;
+    if (seqs) p.state_in = p.state_out = (float*)seqs[blockIdx.z].ssm_state;
     if (state_size == 32) scan<1, 2>(p);
     if (state_size == 64) scan<2, 2>(p);
     if (state_size == 128) scan<4, 2>(p);

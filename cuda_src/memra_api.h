@@ -401,8 +401,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *
  * An entry's parameters are those of its function behind `device`: uint64_t is a pointer, int64_t a long long.
  * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs
- * 1 without one. A grid is one-dimensional but for recur_step's; one of no blocks is not launched. a / b rounds up here,
- * a // b down.
+ * 1 without one. A grid is one-dimensional but for those of gdn_scan and recur_step; one of no blocks is not launched.
+ * a / b rounds up here, a // b down.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
  *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 16 : 32))                          128       0
@@ -410,7 +410,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
  *   conv_ring_rebuild  n_layers * (conv_dim / 128)                                            128       0
  *   gdn_prep           n_seqs * rows * num_v                                                  32 x 4    0
- *   gdn_scan           n_seqs * num_v * (state_size // 32)                                    32 x 4    0
+ *   gdn_scan           (state_size // 32, num_v, n_seqs)                                      32 x 4    0
  *   recur_step_N       (blocks, num_k, n_seqs)                                                256       D
  *   set_counters       1                                                                      128       0
  *   commit_counters    1                                                                      128       0

@@ -17,7 +17,7 @@ enum {
     RECUR_COLUMNS = 512,               /* of the states that read one key head, which a block takes at a time */
     RECUR_BLOCKS = 132,                /* that recur_step is to have, where there are enough columns */
     RECUR_TICKETS = 4096,              /* key heads that several blocks of one launch may share */
-    RECUR_MOST = 65535,                /* sequences, and key heads: the second and third dimension of a grid */
+    MOST_YZ = 65535,                   /* heads and sequences: the second and third dimension of a grid */
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
@@ -134,6 +134,13 @@ static int launch(memra_device *device, enum memra_kernel k, launch_shape shape,
     return memra_fail_driver(call, code);
 }
 
+/* A grid of (.., heads, sequences). */
+static int check_yz(const char *name, const char *kind, int32_t heads, int32_t n_seqs) {
+    if (heads <= MOST_YZ && n_seqs <= MOST_YZ) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_CAPACITY, "%s: %d sequences, %d %s heads; at most %d of each", name, n_seqs, heads, kind,
+                      MOST_YZ);
+}
+
 #define LINE(blocks, threads) ((launch_shape){blocks, threads, 1, 0, 0, 0})
 #define LAUNCH(k, shape, ...) return launch(device, k, shape, (void *[]){__VA_ARGS__})
 
@@ -191,8 +198,10 @@ int memra_launch_gdn_scan(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, uint64_t state_in,
     uint64_t state_out, uint64_t out, uint64_t tape, uint64_t accept_d, int32_t rows, int32_t num_v,
     int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
-    const launch_shape blocks_of_columns = {times(times(n_seqs, num_v), state_size / SCAN_COLUMNS), 32, 4, 0, 0, 0};
-    LAUNCH(MEMRA_K_GDN_SCAN, blocks_of_columns, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
+    MEMRA_TRY(check_yz("gdn_scan", "value", num_v, n_seqs));
+    const int64_t all = times(times(n_seqs, num_v), state_size / SCAN_COLUMNS);
+    const launch_shape shape = {all > 0 ? state_size / SCAN_COLUMNS : all, 32, 4, 0, (unsigned)num_v, (unsigned)n_seqs};
+    LAUNCH(MEMRA_K_GDN_SCAN, shape, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
            &accept_d, &rows, &num_v, &state_size, &scale, &seqs, &n_seqs, &health, &layer);
 }
 
@@ -242,9 +251,7 @@ int memra_launch_recur_step(
     const int64_t stage = (int64_t)(rows < RECUR_ROWS ? rows : RECUR_ROWS) * (2 * state_size + columns);
     const int64_t gates = 2 * RECUR_ROWS * (columns < state_size ? 1 : columns / state_size);
     const int64_t rings = blocks > 1 ? 2 * state_size * (d_conv - 1) : 0;
-    if (n_seqs > RECUR_MOST || num_k > RECUR_MOST)
-        return memra_fail(MEMRA_ERR_CAPACITY, "recur_step: %d sequences, %d key heads; at most %d of each", n_seqs,
-                          num_k, RECUR_MOST);
+    MEMRA_TRY(check_yz("recur_step", "key", num_k, n_seqs));
     const launch_shape shape = {rows < 0 || n_seqs < 0 ? -1 : n_seqs ? blocks : 0, 256, 1,
                                 (unsigned)(4 * (stage + gates + rings)), (unsigned)num_k, (unsigned)n_seqs};
     LAUNCH(k, shape, &x, &w, &alpha, &beta_raw, &dt_bias, &a, &conv_state, &state_in, &state_out, &out, &tape, &pos_d,

@@ -52,7 +52,7 @@ class CacheBatch(Closing):
             raise ConfigError(f"{self.e!r} has the seven operations only, no kernels")
         self.members = tuple(caches)
         self.batch = len(caches)
-        self.prepared: dict[Any, Any] = {}  # operations that were checked, by prepared.key_of
+        self.prepared: dict[Any, Any] = {}  # operations that were checked
         self.cfg, self.plan = first.cfg, first.plan
         self._table = self._upload(home=False)
         self._states = [self._state_addresses(il) for il in range(self.cfg.n_layer)]  # those in the table

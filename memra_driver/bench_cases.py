@@ -123,7 +123,8 @@ def appends(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     rows = sizes.append_rows
     cases = [(dims, pair) for dims in sizes.append_dims for pair in (PAIRS if dims is sizes.append_dims[0] else [PAIR])]
     for (heads, head_dim), pair in cases:
-        model = attention_model(sizes.append_layers, heads, heads, head_dim)
+        layers = max(sizes.append_layers, bench.sets(8 * rows * heads * head_dim))
+        model = attention_model(layers, heads, heads, head_dim)
         with Workload(bench, model, tokens=rows, rows=rows, policy=FormatPolicy(*pair)) as work:
             yield _row(bench, work, "append", append_name(heads * head_dim, rows, pair), "append_kv", rows)
     heads, head_dim = sizes.append_dims[0]

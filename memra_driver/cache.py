@@ -44,7 +44,7 @@ from memra_driver.errors import (
 from memra_driver.formats import FormatPolicy
 from memra_driver.layers import DflashTapSink, KvLayer, RecurLayer
 from memra_driver.layout import CacheState, StepOp
-from memra_driver.memory import Borrowed, run_all
+from memra_driver.memory import CHANGED, Borrowed, run_all
 from memra_driver.place import (
     Action,
     check_fit,
@@ -230,6 +230,9 @@ class Cache(CacheClock):
 
         A failure in the middle invalidates the snapshot, not the cache. Waits for nothing.
         """
+        mark = CHANGED[0]
+        if type(snap) is CacheSnapshot and snap.renewed(e, self._c):
+            return
         self.check_device(e)
         self.check_settled("snapshot_into")
         self.check_owner(snap)
@@ -237,6 +240,7 @@ class Cache(CacheClock):
         snap.begin_stamp()
         run_actions([action for actions in copies for action in actions], lambda: None)
         self._stamp(snap)
+        snap.keep_renewal(mark, e, self, copies)
 
     def rollback(self, e: Any, snap: CacheSnapshot, accept_len: int) -> None:
         """Back to `snap`, keeping the K/V rows of the first accept_len tokens after it.

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import driver
 from .errors import DriverError, MemraError, StateError
-from .memory import Closing
+from .memory import Closing, note_change
 
 GONE = frozenset({driver.DEINITIALIZED, driver.CONTEXT_IS_DESTROYED})  # nothing is left that could be freed
 # What a driver says of a context that is no more.
@@ -26,6 +26,7 @@ _forked = False  # this process is a fork of one that had
 def _after_fork_in_child() -> None:
     global _forked
     _forked = _started or _forked
+    note_change()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -107,14 +108,21 @@ class CudaContext(Closing):
         if self._error is None:
             self._error = error
             self._stopped = True
+            note_change()
 
     @property
     def is_closed(self) -> bool:
         return self._closed
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `bind` would raise nothing of its own: it is open, with no error kept, and this is no fork."""
+        return not (self._stopped or _forked)
+
     def close(self) -> None:
         """Refuses new work from now on; releases the primary context once nothing lives on it any more."""
         self._closed = self._stopped = True
+        note_change()
         self._settle()
 
     def _settle(self) -> None:

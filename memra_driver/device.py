@@ -21,7 +21,7 @@ from .context import CudaContext, in_a_fork
 from .dlpack import NO_SYNC
 from .errors import ArrayError, DeviceMismatch, DriverOutOfMemory, ExportError, MemraError, StateError
 from .interop import LEGACY_STREAM, PER_THREAD_STREAM, same_stream, stream_handle
-from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous, run_all
+from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous, note_change, run_all
 
 __all__ = [
     "LEGACY_STREAM", "CudaContext", "CudaEvent", "CudaSlice", "CudaStream", "CudaView", "HostMemory", "Memory",
@@ -73,6 +73,7 @@ class CudaStream(Closing):
         Slices made on it stay good and are freed as usual.
         """
         handle, self._handle = self._handle, None
+        note_change()
         if handle is None or in_a_fork():
             return
         if self._destroy is not None and self._destroy.detach() is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memra_driver import driver
 from memra_driver.errors import DriverError, StateError
 from memra_driver.layout import CacheState, Recorder
-from memra_driver.memory import Closing
+from memra_driver.memory import Closing, note_change
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -280,18 +280,21 @@ def recording(e: Any, graph: Graph) -> Iterator[None]:
     mine = captures_of_this_thread()
     mine.append(graph)
     open_captures.append(graph)
+    note_change()
     try:
         yield
     except BaseException:
         e.recording = None
         mine.remove(graph)
         open_captures.remove(graph)
+        note_change()
         graph.abandon()
         graph.close()
         raise
     e.recording = None
     mine.remove(graph)
     open_captures.remove(graph)
+    note_change()
     try:
         graph.finish()
     except BaseException:

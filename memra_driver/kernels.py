@@ -202,7 +202,7 @@ KERNELS: dict[str, Kernel] = {
             " const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows,"
             " int num_v, int state_size, float scale, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: ((a["n_seqs"] * a["num_v"] * (a["state_size"] // SCAN_COLUMNS), 1, 1), (32, 4, 1), 0),
+            lambda a: ((a["state_size"] // SCAN_COLUMNS, a["num_v"], a["n_seqs"]), (32, 4, 1), 0),
         ),
         # The three above in one launch, one entry per state_size; `recur_split` gives columns and blocks.
         # tape: where to copy x and the operands of the scan, leaving the ring as it is, or null.

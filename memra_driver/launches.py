@@ -7,13 +7,14 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memra_driver import driver, nvrtc
 from memra_driver.errors import AbiError, MemraError, UnsupportedDriver
+from memra_driver.interop import PER_THREAD_STREAM
 from memra_driver.kernels import KERNELS, Kernel, Shape
-from memra_driver.memory import CudaSlice, OpenWatch, run_all
+from memra_driver.memory import CudaSlice, OpenWatch, note_change, run_all
 
 if TYPE_CHECKING:
     from memra_driver.device import CudaContext, CudaStream
@@ -59,6 +60,7 @@ class LaunchPlan:
     def close(self) -> None:
         """The kernel is gone."""
         self.handle = 0
+        note_change()
 
     def _fill(self, args: Sequence[Any]) -> Shape:
         """Puts the arguments into the block; returns the launch shape."""
@@ -90,8 +92,12 @@ class Launch:
 
     @property
     def is_open(self) -> bool:
-        """Whether the kernel is still loaded, the stream still there, and no slice among the arguments closed since."""
-        return self._plan.handle != 0 and self._stream._handle is not None and self._slices.is_true()
+        """Whether kernel, stream and context are still there, and no slice among the arguments was closed since.
+
+        As long as `memory.CHANGED` holds the same object, this says the same.
+        """
+        there = self._plan.handle != 0 and self._stream._handle is not None and self._context.is_ready
+        return there and self._slices.is_true()
 
     def has(self, name: str) -> bool:
         """Whether the kernel has a parameter of this name."""
@@ -104,6 +110,16 @@ class Launch:
             kind = dict(self._block._fields_)[name]
             found = self._fields[name] = kind.from_buffer(self._block, getattr(type(self._block), name).offset)
         return found
+
+    @property
+    def again(self) -> Callable[[], None]:
+        """What enqueues the kernel as long as `is_open` holds.
+
+        The driver takes the context from the stream; only its own streams are those of the context that is current.
+        """
+        if self._stream.handle <= PER_THREAD_STREAM:
+            return self.run
+        return functools.partial(driver.launch_kernel_again, self._call, self._name)
 
     def run(self) -> None:
         """Enqueues the kernel."""

@@ -262,6 +262,20 @@ STRUCTS: dict[str, type[Structure]] = {
 }
 
 
+def words(struct: Any) -> tuple[memoryview, memoryview]:
+    """The memory of a struct, or of an array of them, as numbers of 8 and of 4 bytes."""
+    memory = memoryview(struct).cast("B")
+    return memory.cast("q"), memory.cast("I")
+
+
+# Where fields that are read often lie, in words of 8 bytes, and in those of 4.
+POS_WORD, STEP_ROWS_WORD, ROUND_WIDTH_WORD = (
+    getattr(CacheC, name).offset // 8 for name in ("pos", "step_rows", "round_width")
+)
+LEN_WORD = KvLayerC.len.offset // 8
+STATE_WORD32, RECORDER_WORD32 = CacheC.state.offset // 4, CacheC.recorder.offset // 4
+
+
 def column(structs: Any, name: str, dtype: Any) -> np.ndarray[Any, Any]:
     """One field of each struct of a ctypes array (of a memra_slice its address), as an array over the same memory."""
     kind = type(structs)._type_

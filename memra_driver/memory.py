@@ -23,6 +23,16 @@ from .errors import ArrayError, DriverError, ExportError, MemraError, StateError
 
 ALIGNMENT = 256  # bytes; the driver's allocations have it, host memory follows
 
+# Holds another object whenever something has changed that calls count on and nearly never changes: a slice, a stream
+# or a context closed, kernels unloaded, a capture begun or ended. Who finds the object that was there when all was well
+# need not ask each of them.
+CHANGED: list[object] = [object()]
+
+
+def note_change() -> None:
+    """Call it behind such a change."""
+    CHANGED[0] = object()
+
 
 class Source(Protocol):
     """Where bytes come from, and go back. Addresses are ints, sizes are bytes, never 0."""
@@ -240,6 +250,7 @@ class CudaSlice(Closing):
         if not self._open:
             return
         self._open.clear()
+        note_change()
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             allocation.free()
@@ -370,6 +381,7 @@ class Borrowed(CudaSlice):
 
     def close(self) -> None:
         self._open.clear()
+        note_change()
         self._allocation = None
 
 
@@ -392,6 +404,7 @@ class CudaView(CudaSlice):
         if self._open:
             self._open.append(False)  # the owner's list tells that not every view of it is open
         self._open = []
+        note_change()
 
     def _owner(self) -> CudaSlice:
         return self.owner

@@ -50,8 +50,8 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
 
     len and len_d become max(len, pos + T) in the same launch. Opens the step, or belongs to it.
     """
-    given = (k_rows, v_rows)
-    if enqueued_again(e, cache, "append_kv", il, (), given):
+    key = ("append_kv", il, id(k_rows), id(v_rows))
+    if enqueued_again(e, cache, il, key):
         return
     layer = _kv(e, cache, il)
     k = _rows(e, cache, k_rows, "k_rows", (layer.kv_dim_k,))
@@ -72,7 +72,7 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
         for member in cache.members:
             own = member.kv_layer(il)
             own.len = max(own.len, member.pos + rows)
-    prepare(e, cache, "append_kv", il, (), given, il, StepOp.APPEND, rows, [("append_kv", args)])
+    prepare(e, cache, il, key, (k_rows, v_rows), il, StepOp.APPEND, rows, [("append_kv", args)])
 
 
 def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
@@ -105,8 +105,8 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
     x, out [T, conv_dim]; w [conv_dim, d_conv], column 0 for the oldest input.
     out[t, c] = y / (1 + exp(-y)), y = sum_j w[c, j] * input[t - d_conv + 1 + j, c].
     """
-    given = (x, w, out)
-    if enqueued_again(e, cache, "conv_update", il, (), given):
+    key = ("conv_update", il, id(x), id(w), id(out))
+    if enqueued_again(e, cache, il, key):
         return
     layer = _recur(e, cache, il)
     inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
@@ -123,7 +123,7 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
             at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
         e.launch("conv_update", *args)
-    prepare(e, cache, "conv_update", il, (), given, il, StepOp.CONV, rows, [("conv_update", args)])
+    prepare(e, cache, il, key, (x, w, out), il, StepOp.CONV, rows, [("conv_update", args)])
 
 
 def gdn_prep(
@@ -137,8 +137,11 @@ def gdn_prep(
     q, k: x * rsqrt(sum x^2 + eps), value head h takes key head h mod num_k. beta = sigmoid(beta_raw).
     g_log = a * softplus(alpha + dt_bias), the identity above 20.
     """
-    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
-    if enqueued_again(e, cache, "gdn_prep", il, (eps,), given):
+    key = (
+        "gdn_prep", il, eps, type(eps), id(conv_out), id(alpha), id(beta_raw), id(dt_bias), id(a), id(q), id(k),
+        id(v), id(g_log), id(beta),
+    )  # fmt: skip
+    if enqueued_again(e, cache, il, key):
         return
     layer = _recur(e, cache, il)
     cache.check_readable("gdn_prep")
@@ -165,7 +168,8 @@ def gdn_prep(
         at.health, il,
     )  # fmt: skip
     e.launch("gdn_prep", *args)
-    prepare(e, cache, "gdn_prep", il, (eps,), given, il, None, rows, [("gdn_prep", args)])
+    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
+    prepare(e, cache, il, key, given, il, None, rows, [("gdn_prep", args)], (eps,))
 
 
 def gdn_scan(
@@ -176,8 +180,8 @@ def gdn_scan(
     q, k, v, out [T, num_v, state_size]; g_log, beta [T, num_v]. Per row and head, S [column][row]:
     kv = S k; dl = beta * (v - g kv); S = g S + dl k^T; out = scale * S q, with g = exp(g_log).
     """
-    given = (q, k, v, g_log, beta, out)
-    if enqueued_again(e, cache, "gdn_scan", il, (scale,), given):
+    key = ("gdn_scan", il, scale, type(scale), id(q), id(k), id(v), id(g_log), id(beta), id(out))
+    if enqueued_again(e, cache, il, key):
         return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "gdn_scan")
@@ -201,7 +205,7 @@ def gdn_scan(
         )  # fmt: skip
         e.launch("gdn_scan", *args)
         _swap(cache, layer)
-    prepare(e, cache, "gdn_scan", il, (scale,), given, il, StepOp.SCAN, rows, [("gdn_scan", args)])
+    prepare(e, cache, il, key, (q, k, v, g_log, beta, out), il, StepOp.SCAN, rows, [("gdn_scan", args)], (scale,))
 
 
 def recur_step(
@@ -213,8 +217,11 @@ def recur_step(
     x [T, conv_dim]; w [conv_dim, d_conv]; alpha, beta_raw [T, num_v]; dt_bias, a [num_v]; out [T, num_v, state_size].
     It counts as the layer's conv_update and gdn_scan of the step, in rounds, captures and batches too.
     """
-    given = (x, w, alpha, beta_raw, dt_bias, a, out)
-    if enqueued_again(e, cache, "recur_step", il, (eps, scale), given):
+    key = (
+        "recur_step", il, eps, type(eps), scale, type(scale), id(x), id(w), id(alpha), id(beta_raw), id(dt_bias),
+        id(a), id(out),
+    )  # fmt: skip
+    if enqueued_again(e, cache, il, key):
         return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "recur_step")
@@ -241,8 +248,8 @@ def recur_step(
         )  # fmt: skip
         e.launch(f"recur_step_{size}", *args)
         _swap(cache, layer)
-    prepare(e, cache, "recur_step", il, (eps, scale), given, il, StepOp.CONV | StepOp.SCAN, rows,
-            [(f"recur_step_{size}", args)])  # fmt: skip
+    given, launches = (x, w, alpha, beta_raw, dt_bias, a, out), [(f"recur_step_{size}", args)]
+    prepare(e, cache, il, key, given, il, StepOp.CONV | StepOp.SCAN, rows, launches, (eps, scale))
 
 
 def attend(
@@ -256,8 +263,8 @@ def attend(
     float64 value over the dequantised rows; values of V beyond 65504 become infinite. May be called again in a step;
     refused where rows below pos + T are missing, and beyond CacheOptions.max_rows.
     """
-    given = (q, out)
-    if enqueued_again(e, cache, "attend", il, (scale, window), given):
+    key = ("attend", il, scale, type(scale), window, type(window), id(q), id(out))
+    if enqueued_again(e, cache, il, key):
         return
     _check_kernels(e)
     source = cache.cfg.kv_source(il)
@@ -303,7 +310,7 @@ def attend(
     launches = [(attend_kernel(e.arch, geometry, rows * gqa), sums), ("attend_combine", combined)]
     for name, args in launches:
         e.launch(name, *args)
-    prepare(e, cache, "attend", il, (scale, window), given, source, None, rows, launches)
+    prepare(e, cache, il, key, (q, out), source, None, rows, launches, (scale, window))
 
 
 F32_END = 2.0**128 - 2.0**103  # from here on a double rounds to infinity

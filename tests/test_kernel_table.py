@@ -136,6 +136,7 @@ def test_every_pair_of_head_dims_has_an_entry_that_fits_into_shared_memory(head_
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> None:
     arguments = {name: 1 for _, name in kernel.params}
+    arguments |= {"n_seqs": 3, "num_k": 16} if "num_k" in arguments or "num_v" in arguments else {}
     arguments |= {"rows": 100_000, "kv_dim_k": 1024, "kv_dim_v": 1024, "conv_dim": 8192, "num_v": 32, "n": 200}
     arguments |= {"state_size": 128, "n_head": 64, "n_head_kv": 4, "head_dim_k": 64, "head_dim_v": 512, "columns": 8192}
     if "window" in arguments:
@@ -145,7 +146,9 @@ def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> No
     assert bound
     assert block[0] * block[1] * block[2] == int(bound[1])
     assert 0 < grid[0] < 2**31
-    assert grid[1:] == ((1, 1) if not kernel.name.startswith("recur_step") else (1, arguments["n_seqs"]))
+    heads = {"gdn_scan": "num_v"} | dict.fromkeys((name for name in KERNELS if name.startswith("recur_step")), "num_k")
+    of_heads = arguments.get(heads.get(kernel.name, ""), 1), arguments["n_seqs"] if kernel.name in heads else 1
+    assert grid[1:] == of_heads  # never a count of rows
 
 
 def test_no_source_uses_a_header_of_cuda_or_a_type_that_differs_between_systems() -> None:

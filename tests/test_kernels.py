@@ -16,6 +16,7 @@ from vectors_data import Case, cases, name_of
 from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, append_args, dequant_args, edges, poison, record, spread
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.health import Fault, FaultCount
+from memra_driver.kernels import APPEND_MANY
 from memra_driver.memory import CudaSlice
 
 Span = tuple[int, int, int]  # rows, first slot, capacity
@@ -61,6 +62,18 @@ def test_append_agrees_on_special_values_and_reports_them(cuda: Any, host: Any, 
     assert seen[Fault.NONFINITE] == FaultCount(count=24, layer=LAYER, slot=4)  # 6 blocks, twice a row, in K and in V
     assert (Fault.FP8_SATURATED in seen) == ("fp8" in formats)
     assert (Fault.SCALE_OVERFLOW in seen) == (formats != ("fp8", "fp8"))
+
+
+@pytest.mark.parametrize("formats", [("q8_0", "q5_1"), ("fp8", "q4_0"), ("q8_0", "fp8")])
+def test_append_of_many_rows_stores_the_bytes_of_its_twin(
+    cuda: Any, host: Any, rng: np.random.Generator, formats: Pair
+) -> None:
+    """So many blocks that fewer lanes share one."""
+    dims, rows = (1024, 96), APPEND_MANY // 32 + 3
+    k_rows, v_rows, special = spread(rng, rows * dims[0]), spread(rng, rows * dims[1]), edges().reshape(-1)
+    k_rows[-special.size :] = v_rows[-special.size :] = special
+    args = append_args(formats, dims, k_rows, v_rows, 1, rows + 2)
+    same(run(cuda, "append_kv", **args), run(host, "append_kv", **args))
 
 
 @pytest.mark.parametrize("k_format", ["q8_0", "fp8"])

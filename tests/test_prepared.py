@@ -13,10 +13,10 @@ from caches import POLICY, Feed, image, rows_of, tiny
 from conftest import MakeDev
 from standin import StandIn
 
-from memra_driver import launches, ops
+from memra_driver import driver, launches, ops
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache, CacheState
-from memra_driver.errors import CapacityError, ConfigError, MemraError, StateError
+from memra_driver.errors import CapacityError, ConfigError, DriverError, MemraError, StateError
 from memra_driver.layout import Recorder
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
@@ -192,6 +192,25 @@ def test_a_batch_is_looked_at_once(cuda: Any, monkeypatch: pytest.MonkeyPatch) -
         theirs.close()
     for each in caches:
         each.close()
+
+
+def test_a_known_call_of_a_batch_is_refused_where_one_of_them_is_in_a_step_of_its_own(cuda: Any) -> None:
+    with new(cuda) as a, new(cuda) as b, CacheBatch([a, b]) as batch:
+        engine = Engine(batch, 1)
+        engine.append()
+        engine.attend()
+        engine.attend()
+        batch.advance(cuda)
+        for each in (a, b):  # rows for attend to see
+            layer = each.kv[ATTENTION]
+            assert layer is not None
+            layer.len = 2
+        a._c.step_rows = 1
+        with pytest.raises(StateError, match="sequence 0: a step of 1 rows of its own"):
+            engine.attend()
+        a._c.step_rows = 0
+        engine.attend()
+        engine.close()
 
 
 def test_a_batch_whose_member_scanned_alone_finds_its_state(cuda: Any) -> None:
@@ -441,6 +460,69 @@ def test_what_is_kept_for_later_asks_the_driver_for_nothing(cuda: Any, monkeypat
         engine.close()
 
 
+def _known_append(e: Any, cache: Cache) -> Callable[[], None]:
+    """One more append over slices that are known; the caller ends its step."""
+    engine = Engine(cache, 1)
+    layer = cache.kv[ATTENTION]
+    assert layer is not None
+    k, v = (engine.slice(ATTENTION, name, dim) for name, dim in (("k", layer.kv_dim_k), ("v", layer.kv_dim_v)))
+    for _ in range(2):
+        ops.append_kv(e, cache, ATTENTION, k, v)
+        cache.end_step(0)
+        layer.len = 0
+    return lambda: ops.append_kv(e, cache, ATTENTION, k, v)
+
+
+def _asked(standin: StandIn, call: Callable[[], None]) -> list[str]:
+    standin.clear_trace()
+    standin.trace_queries()
+    try:
+        call()
+    finally:
+        standin.trace_queries(False)
+    return [each.name for each in standin.trace()]
+
+
+def test_a_known_call_is_one_launch_and_nothing_else(cuda: Any, standin: StandIn) -> None:
+    with new(cuda) as cache:
+        append = _known_append(cuda, cache)
+        assert _asked(standin, append) == ["cuLaunchKernel"]
+        cache.end_step(0)
+        cuda.zeros(8).close()  # something ended, but nothing of this call
+        assert _asked(standin, append) == ["cuLaunchKernel"]
+
+
+@pytest.mark.parametrize("stream", [None, 1])  # 1: the legacy stream, which is that of the current context
+def test_a_known_call_finds_its_context_whatever_is_current(make_dev: MakeDev, stream: int | None) -> None:
+    e = make_dev("cuda", stream=stream)
+    with new(e) as cache:
+        append, layer = _known_append(e, cache), cache.kv[ATTENTION]
+        assert layer is not None
+        layer.k.copy_from(np.full(layer.k.len, 0xEE, np.uint8))
+        driver.ctx_set_current(0)
+        append()
+        assert not layer.k.to_numpy()[: layer.k_tok_bytes].any()  # rows of zeros
+
+
+def test_a_capture_records_a_known_call_like_a_new_one(cuda: Any) -> None:
+    with new(cuda) as cache:
+        append = _known_append(cuda, cache)
+        with cuda.capture() as graph:
+            append()
+            cache.advance(cuda)
+        with graph:
+            assert [(move.cache, move.tokens, move.appended) for move in graph.moves] == [(cache, 1, {ATTENTION})]
+
+
+def test_a_known_call_raises_what_a_finaliser_met(cuda: Any) -> None:
+    with new(cuda) as cache:
+        append = _known_append(cuda, cache)
+        cuda.context.record_error(DriverError("cuMemFreeAsync(0x0)", 1, "CUDA_ERROR_INVALID_VALUE", "a finaliser's"))
+        with pytest.raises(DriverError, match="a finaliser's"):
+            append()
+        append()
+
+
 def test_what_was_prepared_keeps_no_slice_alive_and_goes_with_it(cuda: Any) -> None:
     with new(cuda) as cache:
         engine = Engine(cache, 1)
@@ -530,7 +612,7 @@ def test_a_launch_that_fails_moves_nothing(cuda: Any, standin: StandIn) -> None:
 
 
 def test_an_interrupt_taints(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with new(cuda) as cache:
@@ -538,7 +620,7 @@ def test_an_interrupt_taints(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None
         engine.append()
         cache.advance(cuda)
         with monkeypatch.context() as patch:
-            patch.setattr(launches.Launch, "run", interrupt)
+            patch.setattr("cuda.bindings.driver.cuLaunchKernel", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.append()
         assert cache.state is CacheState.TAINTED

@@ -15,7 +15,6 @@ import standin as standin_module
 from cuda.bindings import driver as cu
 from raw_driver import (
     ILLEGAL_ADDRESS,
-    INVALID_HANDLE,
     INVALID_VALUE,
     LAUNCH_FAILED,
     from_device,
@@ -109,16 +108,20 @@ def test_a_launch_that_no_gpu_takes_is_refused(
     assert len(context.take_errors()) == 1
 
 
-@pytest.mark.misuse
-def test_a_stream_of_another_device_does_not_take_a_launch(context: StandIn, launch: Launch) -> None:
+def test_a_kernel_without_a_context_runs_in_that_of_the_stream(context: StandIn, launch: Launch) -> None:
     ctx0, ctx1 = ok(cu.cuCtxGetCurrent()), ok(cu.cuDevicePrimaryCtxRetain(1))
     ok(cu.cuCtxSetCurrent(ctx1))
-    stream = ok(cu.cuStreamCreate(1))
+    stream, memory = ok(cu.cuStreamCreate(1)), ok(cu.cuMemAlloc(128))
     ok(cu.cuCtxSetCurrent(ctx0))
     library = ok(cu.cuLibraryLoadData(b"\x7fELF", [], [], 0, [], [], 0))
     kernel = ok(cu.cuLibraryGetKernel(library, b"add_one"))
-    result = cu.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, ((0, 0), (PTR, INT)), 0)
-    assert int(result[0]) == INVALID_HANDLE
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, ((int(memory), 32), (PTR, INT)), 0))
+    ok(cu.cuStreamSynchronize(stream))
+    assert int(ok(cu.cuCtxGetCurrent())) == int(ctx0)
+    ok(cu.cuCtxSetCurrent(ctx1))
+    ok(cu.cuMemFree(memory))
+    ok(cu.cuStreamDestroy(stream))
+    ok(cu.cuCtxSetCurrent(ctx0))
     ok(cu.cuDevicePrimaryCtxRelease(1))
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from caches import POLICY, Feed, History, attention_only, image, planes, sequence, tiny
 
-from memra_driver.cache import Cache, CacheSnapshot
+from memra_driver.cache import Cache, CacheSnapshot, CacheState
 from memra_driver.config import SsmConfig
 from memra_driver.errors import MemraError, SnapshotError, StateError
+from memra_driver.layout import Recorder
 
 MakeDev = Callable[..., Any]
 
@@ -348,6 +349,54 @@ def test_a_snapshot_that_fitted_before_is_refused_like_one_that_is_new(
         cache.reset(dev)
     assert words[0] == words[1]
     assert (words[0] is None) == (spoil is _exchange)
+
+
+def test_a_snapshot_renewed_step_after_step_is_like_one_that_is_new(dev: Any, cache: Cache) -> None:
+    feed = Feed(cache)
+    with cache.snapshot(dev) as snap:
+        for rows in (1, 2, 1, 1, 3, 1):
+            feed.step(rows)
+            cache.snapshot_into(dev, snap)
+            with cache.snapshot(dev) as other:
+                assert (snap.pos, snap.kv_len, snap.invalid) == (other.pos, other.kv_len, "")
+                assert bytes_of(snap) == bytes_of(other)
+
+
+def _field(name: str, value: int) -> Callable[[Cache], None]:
+    return lambda cache: setattr(cache._c, name, value)
+
+
+def _length(value: int) -> Callable[[Cache], None]:
+    return lambda cache: setattr(cache.kv[7]._c, "len", value)  # type: ignore[union-attr]
+
+
+SPOILED_CACHE: dict[str, Callable[[Cache], Any]] = {
+    "closed": Cache.close,
+    "tainted": Cache.taint,
+    "unsettled": lambda cache: cache.set_state(CacheState.UNSETTLED),
+    "a step open": _field("step_rows", 2),
+    "pos too large": _field("pos", 99),
+    "pos below 0": _field("pos", -1),
+    "a length too large": _length(99),
+    "a length below 0": _length(-1),
+    "C records it": lambda cache: cache.set_recorder(Recorder.C),
+    "a state of nobody": lambda cache: setattr(cache.recur[1]._c.ssm_state, "ptr", 64),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.not_through_c
+@pytest.mark.parametrize("spoil", SPOILED_CACHE.values(), ids=SPOILED_CACHE)
+def test_a_renewal_that_came_through_before_is_refused_like_the_first(dev: Any, spoil: Callable[[Cache], Any]) -> None:
+    words = []
+    for uses in (0, 3):
+        with Cache.new(dev, tiny(), 32, policy=POLICY) as cache, cache.snapshot(dev) as snap:
+            for _ in range(uses):
+                cache.snapshot_into(dev, snap)
+            spoil(cache)
+            words.append(_without(cache, snap, "snapshot_into"))
+            cache.set_recorder(Recorder.NONE)
+    assert words[0] is not None
+    assert words[0] == words[1]
 
 
 def test_states_that_were_exchanged_in_a_snapshot_are_restored_as_they_stand_there(dev: Any, cache: Cache) -> None:

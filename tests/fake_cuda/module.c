@@ -255,8 +255,7 @@ static CUresult launch(struct call *call, struct kernel *kernel, struct op *op, 
     code = stream_resolve(call, handle, &stream);
     if (code) return code;
     struct context *context = kernel->context;
-    if (!context) code = context_current(call, &context);
-    if (code) return code;
+    if (!context) context = stream->context; // a kernel without one runs in that of the stream
     if (context != stream->context)
         return fake_misuse(call, INVALID_HANDLE, "%s: context of device %d, stream of device %d", kernel->name,
                            context->device, stream->context->device);
