@@ -13,10 +13,11 @@ static __device__ int q8_element(int odd, int reg, int t, int byte) {
     return t ? 4 * t - 2 + byte : byte < 2 ? byte : 28 + byte;
 }
 
-// score += two blocks of q8_0 times the queries, whose integers are 256 high + low.
+// score += two blocks of q8_0 times the queries, whose integers are 256 high + low. Strides of the query: of the next
+// block and of the next 8 columns.
 template <int NT>
-static __device__ void score_q8(const uint8_t* upper, const uint8_t* lower, const uint4* query, int query_stride,
-                                float score[NT][4]) {
+static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint8_t* lower, const uint4* query,
+                                                int block_stride, int query_stride, float score[NT][4]) {
     const int t = threadIdx.x & 3;
     const uint32_t *x = (const uint32_t*)upper, *y = (const uint32_t*)lower;
     const uint32_t mixed = t == 0 ? 0x5432u : 0x3210u, x0 = x[0], y0 = y[0], x8 = x[8], y8 = y[8];
@@ -28,7 +29,7 @@ static __device__ void score_q8(const uint8_t* upper, const uint8_t* lower, cons
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int block = 0; block < 2; block++) {
-            const uint4 q = query[n * query_stride + 32 * block];
+            const uint4 q = query[n * query_stride + block_stride * block];
             int high[4], low[4];
             memra_mma_s8(high, block ? odd : even, q.x, q.y);
             memra_mma_s8(low, block ? odd : even, q.z, q.w);
