@@ -144,10 +144,12 @@ static __device__ Walk walk_of(int group, int first, int last, int tokens) {
 struct Turn {
     int stage;
     unsigned parity;
+    bool fresh;  // no stage has been used before
     __device__ void next(int stages) {
         if (++stage == stages) {
             stage = 0;
             parity ^= 1;
+            fresh = false;
         }
     }
 };

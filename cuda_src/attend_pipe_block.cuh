@@ -398,7 +398,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
     }
     __syncthreads();
 
-    Turn k_turn = {0, 0}, v_turn = {0, 0};
+    Turn k_turn = {0, 0, true}, v_turn = k_turn;
     unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
     Task task;
     if (warp >= TEAM_WARPS) {
@@ -411,10 +411,10 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
                 if (threadIdx.x % 32 != 0) continue;
                 for (Walk walk = task.walk; walk.more(); walk.next()) {
                     const int first_token = walk.first_token(b.tokens), c = warp - TEAM_WARPS;
-                    memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
+                    if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
                     bring(b.k, bytes, k_turn, task.k, c, first_token, b.tokens, task.tokens);
                     k_turn.next(b.k.stages);
-                    memra_pipe_wait(b.v.empty_pipe(bytes, v_turn.stage), v_turn.parity ^ 1);
+                    if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(bytes, v_turn.stage), v_turn.parity ^ 1);
                     bring(b.v, bytes, v_turn, task.v, c, first_token, b.tokens, task.tokens);
                     v_turn.next(b.v.stages);
                 }
@@ -423,19 +423,22 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
     } else {
         if (NT > 1) memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
-        const int head = warp >> b.team_shift;
+        // The first queries do not wait for the position.
+        quantise_queries<WORDS, NT>(b, bytes, launch.queries(b, 0), launch.columns_from(0, 8 * NT), scale);
+        const int team = 1 + (warp >> b.team_shift), threads = 32 * b.team_warps();
+        bool quantised = true;
         for (int seq = 0; seq < launch.n_seqs; seq++) {
             const long long pos = seq ? launch.position(seq) : first_pos;
             for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
                 const View view = launch.columns_from(first_column, 8 * NT);
-                const bool early = number == blockIdx.x;  // the first ones do not wait for the position
-                if (early) quantise_queries<WORDS, NT>(b, bytes, launch.queries(b, seq), view, scale);
-                if (!launch.task_of(b, seq, pos, view, (int)(number % GROUPS), task)) continue;
-                if (!early) {
-                    memra_team_sync(1 + head, 32 * b.team_warps());  // the queries before are done with
+                const bool works = launch.task_of(b, seq, pos, view, (int)(number % GROUPS), task);
+                if (works && !quantised) {
+                    memra_team_sync(team, threads);  // the queries before are done with
                     quantise_queries<WORDS, NT>(b, bytes, launch.queries(b, seq), view, scale);
                 }
-                memra_team_sync(1 + head, 32 * b.team_warps());
+                quantised = false;
+                if (!works) continue;
+                memra_team_sync(team, threads);
                 if (task.reports) report_queries<NT>(b, bytes, task, launch.layer);
                 compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, k_turn, v_turn, (int)(number % GROUPS));
             }

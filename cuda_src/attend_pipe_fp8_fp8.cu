@@ -1,9 +1,9 @@
 // attend_pipe_fp8_fp8: attend for GPUs that copy in bulk, K in fp8 and V in fp8, for the geometries that most models have.
 #include "attend_pipe_block.cuh"
 
-// Named by K/V heads, head dim and columns; NT: columns / 8; WORDS: dims of V that a warp sums up / 64.
-#define ATTEND(name, n_head_kv, head_dim, WORDS, NT, SLABS) \
-    ATTEND_ENTRY(name, FIXED_BODY(n_head_kv, head_dim, MEMRA_FP8, MEMRA_FP8, WORDS, NT, SLABS))
+// H: K/V heads. D: dims of a head. WORDS: dims of V that a warp sums up / 64. NT: columns / 8.
+#define ATTEND(name, H, D, WORDS, NT, SLABS) \
+    ATTEND_ENTRY(name, FIXED_BODY(H, D, MEMRA_FP8, MEMRA_FP8, WORDS, NT, SLABS))
 ATTEND(attend_pipe_fp8_fp8_2x256_8, 2, 256, 1, 1, 1)
 ATTEND(attend_pipe_fp8_fp8_2x256_16, 2, 256, 1, 2, 1)
 ATTEND(attend_pipe_fp8_fp8_2x256_32, 2, 256, 1, 4, 1)

@@ -38,7 +38,12 @@ def expanded(source: str) -> str:
     if "ATTEND_ENTRY(" in text:  # of attend_pipe_block.cuh, and within a macro of the text itself
         body = re.search(r"#define ATTEND_ENTRY\(name, body\)(.*?[^\\]\n)", text_of("attend_pipe_block.cuh"), re.DOTALL)
         assert body
-        text = re.sub(r"^#define ATTEND\(([^)]*)\)(?:.*\\\n)*.*\n", rf"#define ATTEND(\1){re.escape(body[1])}", text)
+        text = re.sub(
+            r"^#define ATTEND\(([^)]*)\)(?:.*\\\n)*.*\n",
+            lambda found: f"#define ATTEND({found[1]}){body[1]}",
+            text,
+            flags=re.MULTILINE,
+        )
     for name, parameters, body in re.findall(r"^#define (\w+)\(([^)]*)\)((?:.*\\\n)+.*\n)", text, re.MULTILINE):
         if "__global__" not in body:
             continue
