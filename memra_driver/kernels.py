@@ -51,13 +51,14 @@ ATTEND_PARAMS = (
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
-# The path of attention for GPUs that copy in bulk, nvrtc.PIPE_ARCH: entries attend_pipe_W_C for any geometry, by the dims
-# of V that a warp sums up and the columns of a block; and attend_pipe_K_V_HxD_C, by both formats, for H K/V heads of D dims.
+# The path of attention for GPUs that copy in bulk, nvrtc.PIPE_ARCH: entries attend_pipe_W_C for any geometry, by the
+# dims of V that a warp sums up and the columns of a block; and attend_pipe_K_V_HxD_C for formats K and V, H K/V heads
+# and D dims of a head. Queries of fp8 have no room for the last (H, D, C).
 _BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
 _NAMES = {fmt.code: name for name, fmt in FORMATS.items()}
 PIPE_COLUMNS = {64: (8, 16, 32), 128: (8, 16, 24), 256: (8,)}
 _FIXED = ((2, 256, 8), (2, 256, 16), (2, 256, 32), (4, 256, 8), (4, 256, 16), (8, 128, 8), (8, 128, 16), (4, 256, 24))
-PIPE_FIXED = {"q8_0": _FIXED, "fp8": _FIXED[:-1]}  # (H, D, C) by the format of K; queries of fp8 have no room for the last
+PIPE_FIXED = {"q8_0": _FIXED, "fp8": _FIXED[:-1]}
 _SOURCES = {f"attend_pipe_{width}_{c}": "attend_pipe.cu" for width, all_ in PIPE_COLUMNS.items() for c in all_}
 _SOURCES |= {
     f"attend_pipe_{k}_{v}_{heads}x{dim}_{c}": f"attend_pipe_{k}_{v}.cu"

@@ -97,7 +97,8 @@ def text_key(source: str, arch: str, folder: Path | None = None) -> str:
     """SHA-256 (hex) of all that decides a cubin but the compiler: source, included files, options, architecture."""
     files = {source: read_source((folder or source_dir()) / source), **include_files(source, folder)}
     texts = [part for name, data in files.items() for part in (name.encode(), data)]
-    return hash_parts([str(SCHEMA).encode(), _target(source, arch).encode(), *(option.encode() for option in OPTIONS), *texts])
+    decisive = (str(SCHEMA), _target(source, arch), *OPTIONS)
+    return hash_parts([*(part.encode() for part in decisive), *texts])
 
 
 def cache_key(source: str, arch: str, folder: Path | None = None) -> str:

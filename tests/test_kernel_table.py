@@ -57,7 +57,8 @@ def expanded(source: str) -> str:
             text = text.replace(call, re.sub(r"^\s+MEMRA_EXPORT", "MEMRA_EXPORT", one, flags=re.MULTILINE))
     threads = re.search(r"#define THREADS (\d+)", text_of("attend.cuh"))
     assert threads
-    text = text.replace("__launch_bounds__(PIPE_THREADS, 1)", f"__launch_bounds__({32 * (kernels.PIPE_WARPS + kernels.PIPE_BRINGERS)})")
+    pipe_threads = 32 * (kernels.PIPE_WARPS + kernels.PIPE_BRINGERS)
+    text = text.replace("__launch_bounds__(PIPE_THREADS, 1)", f"__launch_bounds__({pipe_threads})")
     return text.replace("__launch_bounds__(THREADS)", f"__launch_bounds__({threads[1]})")
 
 
