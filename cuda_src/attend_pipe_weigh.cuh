@@ -37,7 +37,7 @@ static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t
     // A row of fragments behind the head's dims is made of row 0, and nobody uses it: what follows in memory is another
     // team's to write.
     const int lane = threadIdx.x & 31, g = V::first_dim(lane / 4) < dims ? lane / 4 : 0;
-#pragma unroll(FIXED ? 4 : 1)
+#pragma unroll(FIXED ? 2 : 1)
     for (int slab = 0; slab < b.slabs(); slab++) {
         uint32_t w[NT][2];
 #pragma unroll
