@@ -31,7 +31,7 @@ struct Plane {
 // How a block works: all of it follows from the arguments of block_of, so that an entry for one geometry has it as constants.
 struct Block {
     Plane k, v;
-    int n_head_kv, head_dim_k, head_dim_v, k_format, v_format;
+    int n_head_kv, head_dim_k, head_dim_v, k_format, v_format, columns;
     int tokens;      // of a stage
     int team_shift;  // 2^team_shift warps share a K/V head
     int query;       // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
@@ -66,6 +66,7 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
     b.head_dim_v = head_dim_v;
     b.k_format = k_format;
     b.v_format = v_format;
+    b.columns = 8 * nt;
     b.team_shift = n_head_kv == 1 ? 3 : n_head_kv == 2 ? 2 : n_head_kv <= 4 ? 1 : 0;
     b.tokens = b.team_shift >= 2 ? 64 : slabs * 16 << b.team_shift;
     while (b.tokens > 16 && b.tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) b.tokens /= 2;

@@ -21,7 +21,7 @@
 #if !MEMRA_PTX || __CUDA_ARCH__ == 900
 
 #define BRING_REGISTERS 40     // of a thread that brings K and V, and
-#define COMPUTE_REGISTERS 232  // of one that computes, where columns are many; 168 each before they split
+#define COMPUTE_REGISTERS 232  // of one that computes, where it needs them; 168 each before they split
 
 // What a launch is about, as its entry got it.
 struct Launch {
@@ -47,8 +47,8 @@ struct Launch {
     }
     // Partial sums of one group, for a query head of a row.
     __device__ float* sums(const Block& b, const Task& task, int row, int head, int group) const {
-        return part + (((long long)task.seq * rows + row) * n_head + head) * GROUPS * (b.head_dim_v + TAIL) +
-               group * (b.head_dim_v + TAIL);
+        const long long before = (long long)task.seq * rows * n_head + row * n_head + head;
+        return part + (before * GROUPS + group) * (b.head_dim_v + TAIL);
     }
     __device__ const float* queries(const Block& b, int seq) const {
         return q + (long long)seq * rows * n_head * b.head_dim_k;
@@ -288,7 +288,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
     unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
     Task task;
     if (warp >= TEAM_WARPS) {
-        if (NT > 1) memra_give_registers<BRING_REGISTERS>();
+        if (NT > 1 || !FIXED) memra_give_registers<BRING_REGISTERS>();
         for (int seq = 0; seq < launch.n_seqs; seq++) {
             const long long pos = seq ? launch.position(seq) : first_pos;
             for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
@@ -307,26 +307,41 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             }
         }
     } else {
-        if (NT > 1) memra_take_registers<COMPUTE_REGISTERS>();
+        if (NT > 1 || !FIXED) memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
-        // The first queries do not wait for the position.
-        quantise_queries<WORDS, NT>(b, bytes, launch.queries(b, 0), launch.columns_from(0, 8 * NT), scale);
-        const int team = 1 + (warp >> b.team_shift), threads = 32 * b.team_warps();
-        bool quantised = true;
+        constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
+        const int head = warp >> b.team_shift, member = warp & (b.team_warps() - 1), lane = threadIdx.x & 31;
+        float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
+        // The first queries are asked for before the position is known.
+        Queries<COLUMNS> some;
+        some.load(b, launch.queries(b, 0), launch.columns_from(0, 8 * NT), member);
+        bool loaded = true;
         for (int seq = 0; seq < launch.n_seqs; seq++) {
             const long long pos = seq ? launch.position(seq) : first_pos;
             for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
                 const View view = launch.columns_from(first_column, 8 * NT);
-                const bool works = launch.task_of(b, seq, pos, view, (int)(number % GROUPS), task);
-                if (works && !quantised) {
-                    memra_team_sync(team, threads);  // the queries before are done with
-                    quantise_queries<WORDS, NT>(b, bytes, launch.queries(b, seq), view, scale);
+                const float* q = launch.queries(b, seq);
+                const int group = (int)(number % GROUPS);
+                const bool works = launch.task_of(b, seq, pos, view, group, task);
+                if (works && !loaded) {
+                    memra_team_sync(1 + head, 32 * b.team_warps());  // the queries before are done with
+                    some.load(b, q, view, member);
                 }
-                quantised = false;
+                loaded = false;
                 if (!works) continue;
-                memra_team_sync(team, threads);
-                if (task.reports) report_queries<NT>(b, bytes, task, launch.layer);
-                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, k_turn, v_turn, (int)(number % GROUPS));
+                some.store(b, bytes, view, member, scale);
+                for (int c = member + COLUMNS * b.team_warps(); c < view.columns; c += COLUMNS * b.team_warps()) {
+                    some.load(b, q, view, c);
+                    some.store(b, bytes, view, c, scale);
+                }
+                // Columns that nobody needs weigh nothing, whatever stands in their fragments.
+                if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
+                memra_team_sync(1 + head, 32 * b.team_warps());
+                if (task.reports && member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR) {
+                    memra_report(task.health, MEMRA_FAULT_NONFINITE, launch.layer, task.view.last(lane), 1);
+                }
+                some = Queries<COLUMNS>();  // which take no registers from here on
+                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, k_turn, v_turn, group);
             }
         }
     }

@@ -15,121 +15,96 @@ struct Task {
 
 #define BAD_FACTOR 0x7FC00001u  // a NaN that stands for a query that is not finite
 
-// The eight elements of a query that lane `at` of its fragments holds, as four pairs: where each begins. Two registers of
-// q8_element, or twice four neighbours that score_fp8 takes in two steps.
-static __device__ __forceinline__ int query_pair(bool fp8, unsigned at, int pair) {
-    const int t = at % 4, block = at / 4;
-    if (fp8) return block / 2 * 64 + 16 * t + 8 * (block & 1) + 2 * pair;
-    return 32 * block + q8_element(block & 1, pair / 2, t, 2 * (pair & 1));
+// Where element l of a block of 32 lies among a head's fragments, in bytes from lane 0 of the block's first fragment, for one
+// column: the high part; the low one lies 8 bytes further. Of q8_0 a block is one fragment, see q8_element. Of fp8 two blocks
+// are four fragments, and lane column t has 16 neighbours of them, as score_fp8 takes them.
+static __device__ __forceinline__ int place_of(bool fp8, int odd, int l) {
+    if (fp8) return l / 8 % 2 * 1024 + l % 8 / 4 * 512 + l / 16 * 16 + l % 4 * 2 + odd * (32 - 1024);
+    if (odd) return l % 16 / 4 * 16 + l / 16 * 4 + l % 4;
+    if (l < 2 || l >= 30) return l % 28;
+    return (l + 2) % 16 / 4 * 16 + (l + 2) / 16 * 4 + (l + 2) % 4;
 }
 
-// Those of the caller's array, which need not be aligned for more than a float.
-static __device__ __forceinline__ void load_pairs(const float* query, bool fp8, unsigned at, float2 x[4]) {
-#pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-        const float* from = query + query_pair(fp8, at, pair);
-        x[pair] = make_float2(from[0], from[1]);
-    }
-}
+// The queries of some columns of a team's K/V head, on their way to fragments: a warp takes every team_warps-th column from
+// `first` on, COLUMNS of them, and a lane one element of each block of 32.
+template <int COLUMNS>
+struct Queries {
+    static constexpr int HELD = 8;  // blocks; what lies behind is read twice
+    const float* query[COLUMNS];
+    float x[COLUMNS][HELD];
 
-// The largest of their magnitudes as bits, which a NaN passes, and `most`.
-static __device__ __forceinline__ unsigned largest_of(const float2 x[4], unsigned most) {
-#pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-        const unsigned u = __float_as_uint(x[pair].x) & 0x7FFFFFFFu, v = __float_as_uint(x[pair].y) & 0x7FFFFFFFu;
-        const unsigned uv = u > v ? u : v;
-        most = most > uv ? most : uv;
-    }
-    return most;
-}
-
-// What lane `at` of the fragments is, of elements that `up` makes integers, or f16; `to` is fragment 0 of lane `at` % 32.
-static __device__ __forceinline__ void store_pairs(const float2 x[4], bool fp8, float up, uint4* to) {
-    uint32_t high[4], low[4];  // a pair each
-#pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-        if (fp8) {
-            const float u = __fmul_rn(x[pair].x, up), v = __fmul_rn(x[pair].y, up);
-            high[pair] = memra_pack_f16(u, v);
-            low[pair] = memra_pack_f16(__fsub_rn(u, memra_from_f16((uint16_t)high[pair])),
-                                       __fsub_rn(v, memra_from_f16((uint16_t)(high[pair] >> 16))));
-        } else {  // 1.5 * 2^23 rounds to an integer, which the lowest bits then are
-            const uint32_t m = __float_as_uint(__fmaf_rn(x[pair].x, up, 12582912.0f));
-            const uint32_t n = __float_as_uint(__fmaf_rn(x[pair].y, up, 12582912.0f));
-            high[pair] = __byte_perm(m + 128, n + 128, 0x0051);
-            low[pair] = __byte_perm(m, n, 0x0040);
-        }
-    }
-    if (fp8) {
-        to[0] = make_uint4(high[0], high[1], low[0], low[1]);
-        to[32] = make_uint4(high[2], high[3], low[2], low[3]);
-    } else {
-        const uint32_t halves = 0x5410;
-        to[0] = make_uint4(__byte_perm(high[0], high[1], halves), __byte_perm(high[2], high[3], halves),
-                           __byte_perm(low[0], low[1], halves), __byte_perm(low[2], low[3], halves));
-    }
-}
-
-// The queries of a team's K/V head as fragments. A warp takes every team_warps-th column, COLUMNS at once, and lane l parts
-// l and l + 32 of each. Columns that nobody needs have a factor of 0, whatever stands in their fragments.
-template <int WORDS, int NT>
-static __device__ __forceinline__ void quantise_queries(const Block& b, uint8_t* bytes, const float* q, const View& view,
-                                                        float scale) {
-    constexpr int COLUMNS = WORDS * NT < 2 ? 2 : 4;
-    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x / 32, parts = b.head_dim_k / 8;
-    const int head = warp >> b.team_shift, member = warp & (b.team_warps() - 1);
-    const bool fp8 = b.k_format == MEMRA_FP8;
-    const float scaled = __fmul_rn(scale, fp8 ? 1.4426950408889634f : 1.4540548f);
-    float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
-    uint8_t* const fragments = bytes + b.query + head * NT * b.query_bytes;
-    if (member == 0 && lane < 8 * NT && (int)lane >= view.columns) factors[lane] = 0.0f;
-#pragma unroll 1
-    for (int first = member; first < view.columns; first += COLUMNS * b.team_warps()) {
-        float2 x[COLUMNS][4], y[COLUMNS][4];  // of parts l and l + 32
-        unsigned most[COLUMNS];
-        const float* query[COLUMNS];
+    __device__ __forceinline__ void load(const Block& b, const float* q, const View& view, int first) {
+        const int lane = threadIdx.x & 31, head = (int)(threadIdx.x / 32) >> b.team_shift, blocks = b.head_dim_k / 32;
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             int column = first + i * b.team_warps();
-            if (column >= view.columns) column = first;
+            if (column >= view.columns) column = first;  // nobody needs it
             const int row = view.row(column);
-            const unsigned of_all = (row * b.n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
-            query[i] = q + of_all * (unsigned)b.head_dim_k;
-            load_pairs(query[i], fp8, lane < parts ? lane : 0, x[i]);
+            const int of_all = (row * b.n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
+            query[i] = q + (long long)of_all * b.head_dim_k + lane;
+#pragma unroll
+            for (int block = 0; block < HELD; block++) x[i][block] = block < blocks ? query[i][32 * block] : 0.0f;
         }
+    }
+
+    __device__ __forceinline__ void store(const Block& b, uint8_t* bytes, const View& view, int first, float scale) const {
+        const int lane = threadIdx.x & 31, blocks = b.head_dim_k / 32, head = (int)(threadIdx.x / 32) >> b.team_shift;
+        float* const factors = (float*)(bytes + b.factor) + head * b.columns;
+        uint8_t* const fragments = bytes + b.query + head * b.columns / 8 * b.query_bytes;
+        const bool fp8 = b.k_format == MEMRA_FP8;
+        const int stride = fp8 ? 1024 : 512;
+        const int place[2] = {place_of(fp8, 0, lane), place_of(fp8, 1, lane)};
+        const float scaled = __fmul_rn(scale, fp8 ? 1.4426950408889634f : 1.4540548f);
+        unsigned largest[COLUMNS];  // magnitude as bits, which a NaN passes
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            most[i] = largest_of(x[i], 0);
-            if (parts > 32) {
-                load_pairs(query[i], fp8, lane + 32 < parts ? lane + 32 : lane, y[i]);
-                most[i] = largest_of(y[i], most[i]);
-            }
-            most[i] = memra_warp_max_u32(most[i]);
+            largest[i] = 0;
+#pragma unroll
+            for (int block = 0; block < HELD; block++) largest[i] = larger(largest[i], x[i][block]);
+#pragma unroll 1
+            for (int block = HELD; block < blocks; block++) largest[i] = larger(largest[i], query[i][32 * block]);
+            largest[i] = memra_warp_max_u32(largest[i]);
         }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             const int column = first + i * b.team_warps();
+            if (column >= view.columns) break;
+            const unsigned most = largest[i];
             // 2^bits / 2^exponent(largest), within what an f32 holds. Integers end at 32512, so that high is at most 127.
             const int bits = fp8 ? 13 : 14;
-            int exponent = (int)(most[i] >> 23) - 127;
+            int exponent = (int)(most >> 23) - 127;
             exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
             const float power = __uint_as_float((unsigned)(127 + bits - exponent) << 23);
             const float up = fp8 ? power : __fmul_rn(power, 32512.0f / 32768.0f);
             const float factor = __fmul_rn(scaled, __uint_as_float((unsigned)(127 - bits + exponent) << 23));
-            if (column >= view.columns) break;
-            if (lane == 0) factors[column] = most[i] >= 0x7F800000u ? __uint_as_float(BAD_FACTOR) : factor;
-            uint4* to = (uint4*)(fragments + column / 8 * b.query_bytes) + 4 * (column % 8) + lane % 4;
-            if (lane < parts) store_pairs(x[i], fp8, up, to + (fp8 ? 64 : 32) * (lane / 4));
-            if (lane + 32 < parts) store_pairs(y[i], fp8, up, to + (fp8 ? 64 : 32) * (lane / 4 + 8));
+            if (lane == 0) factors[column] = most >= 0x7F800000u ? __uint_as_float(BAD_FACTOR) : factor;
+            uint8_t* to = fragments + column / 8 * b.query_bytes + column % 8 * 64;
+#pragma unroll
+            for (int block = 0; block < HELD; block++) {
+                if (block < blocks) put(fp8, x[i][block], up, to + block * stride + place[block % 2]);
+            }
+#pragma unroll 1
+            for (int block = HELD; block < blocks; block++) {
+                put(fp8, query[i][32 * block], up, to + block * stride + place[block % 2]);
+            }
         }
     }
-}
 
-// Tells of the team's queries that are not finite.
-template <int NT>
-static __device__ __forceinline__ void report_queries(const Block& b, uint8_t* bytes, const Task& task, int layer) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, head = warp >> b.team_shift;
-    if ((warp & (b.team_warps() - 1)) != 0 || lane >= 8 * NT) return;
-    if (__float_as_uint(((const float*)(bytes + b.factor))[head * 8 * NT + lane]) != BAD_FACTOR) return;
-    memra_report(task.health, MEMRA_FAULT_NONFINITE, layer, task.view.last(lane), 1);
-}
+    static __device__ __forceinline__ unsigned larger(unsigned most, float x) {
+        const unsigned bits = __float_as_uint(x) & 0x7FFFFFFFu;
+        return most > bits ? most : bits;
+    }
+    // An element that `up` makes an integer, or f16.
+    static __device__ __forceinline__ void put(bool fp8, float x, float up, uint8_t* to) {
+        if (fp8) {
+            const float y = __fmul_rn(x, up);
+            const uint16_t high = memra_to_f16(y);
+            *(uint16_t*)to = high;
+            *(uint16_t*)(to + 8) = memra_to_f16(__fsub_rn(y, memra_from_f16(high)));
+        } else {  // 1.5 * 2^23 rounds to an integer, which the lowest bits then are
+            const uint32_t m = __float_as_uint(__fmaf_rn(x, up, 12582912.0f));
+            to[0] = (uint8_t)(m + 128 >> 8);
+            to[8] = (uint8_t)m;
+        }
+    }
+};
