@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
     }
     if (__any_sync(MEMRA_ALL_LANES, bad != 0)) {
         const long long first = memra_slot(pos_d, slot) + start;
+#pragma unroll 1
         for (int r = 0; r < ROWS; r++) {
             memra_report_any(bad >> r & 1u, health, MEMRA_FAULT_NONFINITE, layer, first + r);
         }

@@ -40,9 +40,11 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
 
     const float scale = warp == 2 ? 1.0f : memra_inverse_length(x, state_size, eps);
     const bool counted = warp == 2 || vh < num_k;  // a shared key head counts once
+    unsigned bad = 0;  // runs of 32 that are not finite
     for (int i = lane; i < state_size; i += 32) {
         out[i] = warp == 2 ? x[i] : __fmul_rn(x[i], scale);
-        memra_report_any(counted && !memra_finite(x[i]), health, MEMRA_FAULT_NONFINITE, layer, at);
+        bad += __any_sync(MEMRA_ALL_LANES, counted && !memra_finite(x[i])) ? 1u : 0u;
     }
+    if (bad && lane == 0) memra_report(health, MEMRA_FAULT_NONFINITE, layer, at, bad);
 }
 MEMRA_EXPORT(gdn_prep)

@@ -4,7 +4,8 @@
  * refused (all but MEMRA_ERR_DRIVER and MEMRA_ERR_OUT_OF_MEMORY) was refused before anything was changed.
  *
  * Streams. Work is enqueued on the stream that the device was opened with, and nothing waits but memra_settle,
- * memra_digest, memra_health_read, memra_download, memra_device_synchronize and what frees memory.
+ * memra_digest, memra_health_read, memra_clear_health of several devices, memra_download, memra_device_synchronize and
+ * what frees memory.
  *
  * Threads. A device, its caches, snapshots and graphs belong to one thread at a time; different devices may be driven
  * by different threads. Opening and closing devices, memra_last_error (per thread) and the layout table may be used
@@ -38,7 +39,7 @@ enum memra_status {
     MEMRA_ERR_CAPACITY = 4,       /* more positions than the cache was built for */
     MEMRA_ERR_STATE = 5,          /* what the state of the cache or device does not allow now */
     MEMRA_ERR_SNAPSHOT = 6,       /* a snapshot of another cache or generation, a closed or outdated one */
-    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry, or none loaded */
+    MEMRA_ERR_UNSUPPORTED = 7,    /* no kernel for this geometry or GPU, or none loaded */
     MEMRA_ERR_HEALTH = 8,         /* the error record of a strict cache is not empty */
     MEMRA_ERR_OUT_OF_MEMORY = 9,  /* the device or the host has not enough */
     MEMRA_ERR_ABI = 10,           /* a struct of another version or size */
@@ -207,7 +208,7 @@ typedef struct memra_options {
     int64_t tap_rows;
     uint32_t n_tap_layers;
     uint32_t skip_mtp_state;  /* trailing MTP layers get neither K/V nor state */
-    uint32_t strict;
+    uint32_t strict;  /* memra_digest and memra_settle do their work, then fail while the error record is not empty */
     uint32_t reserved;
 } memra_options;
 MEMRA_SIZE(memra_options, 56);
@@ -346,7 +347,7 @@ MEMRA_API int memra_take_logits(memra_cache *cache, uint64_t *row);      /* 0: n
 MEMRA_API int memra_arm_taps(memra_cache *cache, const int32_t *layer_ids, int32_t n, int64_t t, int64_t hidden);
 MEMRA_API int memra_disarm_taps(memra_cache *cache);
 MEMRA_API int memra_health_read(memra_cache *cache, memra_health *health);  /* of all devices; waits */
-MEMRA_API int memra_clear_health(memra_cache *cache);
+MEMRA_API int memra_clear_health(memra_cache *cache);  /* of all devices, or where one fails of none */
 /* SHA-256 over formats, lengths, K/V below len, rings, states and pos: equal for equal sequences on one kind of device,
  * and to Python's Cache.digest. Waits. */
 MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);
@@ -382,7 +383,8 @@ enum memra_capture_flags {
 };
 /* What is enqueued between the two is recorded. memra_capture_abandon ends one that failed. Of a capture of the caller's
  * it does not matter which of the two begins, and which of the two ends, comes first; operations between them are
- * refused unless the stream captures. A capture that ends with a step or round open is given up. */
+ * refused unless the stream captures. A capture that ends with a step or round open is given up. Where the driver fails
+ * and the stream goes on capturing, either leaves the capture open, to be ended or abandoned again. */
 MEMRA_API int memra_capture_begin(memra_device *device, uint32_t flags);
 MEMRA_API int memra_capture_end(memra_device *device, memra_graph **graph);
 MEMRA_API int memra_capture_abandon(memra_device *device);

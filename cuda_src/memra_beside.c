@@ -85,6 +85,10 @@ int memra_take_logits(memra_cache *cache, uint64_t *row) {
 
 static int check_taps(const memra_cache *cache, const int32_t *ids, int32_t n, int64_t t, int64_t hidden) {
     if (n < 1 || ids == NULL) return memra_fail(MEMRA_ERR_CONFIG, "taps: at least one layer, and each once");
+    if (n > cache->n_layer)
+        return memra_fail(
+            MEMRA_ERR_CONFIG, "taps of %" PRId32 " layers; the model has %" PRId64 ", and each is named once", n,
+            cache->n_layer);
     for (int32_t i = 0; i < n; i++) {
         if (ids[i] < 0 || ids[i] >= cache->n_layer)
             return memra_fail(
@@ -183,6 +187,8 @@ int memra_health_read(memra_cache *cache, memra_health *health) {
     if (health == NULL) return memra_fail(MEMRA_ERR_ARRAY, "health: health is NULL");
     memset(health, 0, sizeof *health);
     MEMRA_TRY(memra_check_cache(cache, "health"));
+    for (int32_t d = 0; d < cache->n_devices; d++)
+        MEMRA_TRY(memra_check_no_capture(memra_device_at(cache, d), "health"));
     for (int32_t d = 0; d < cache->n_devices; d++) {
         memra_health one;
         MEMRA_TRY(memra_download(memra_device_at(cache, d), &one, cache->devices[d].health.ptr, sizeof one));
@@ -195,12 +201,29 @@ int memra_health_read(memra_cache *cache, memra_health *health) {
     return MEMRA_OK;
 }
 
+/* Of several devices all or none: what could not be cleared on all of them is put back. */
 int memra_clear_health(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "clear_health"));
     MEMRA_TRY(memra_check_not_recording(cache, "clear_health"));
-    for (int32_t d = 0; d < cache->n_devices; d++)
-        MEMRA_TRY(memra_clear(memra_device_at(cache, d), cache->devices[d].health.ptr, sizeof(memra_health)));
-    return MEMRA_OK;
+    const int32_t n = cache->n_devices;
+    memra_health *found = n > 1 ? malloc((size_t)n * sizeof *found) : NULL;
+    if (n > 1 && found == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "clear_health: no host memory");
+    int status = MEMRA_OK;
+    for (int32_t d = 0; d < n && found != NULL && status == MEMRA_OK; d++)
+        status = memra_download(memra_device_at(cache, d), &found[d], cache->devices[d].health.ptr, sizeof *found);
+    int32_t cleared = 0;
+    while (status == MEMRA_OK && cleared < n) {
+        status = memra_clear(memra_device_at(cache, cleared), cache->devices[cleared].health.ptr, sizeof(memra_health));
+        cleared += status == MEMRA_OK;
+    }
+    memra_failure first = {.status = status};
+    if (status != MEMRA_OK) snprintf(first.sentence, sizeof first.sentence, "%s", memra_last_error());
+    for (int32_t d = 0; d < cleared && cleared < n; d++)
+        if (memra_upload(memra_device_at(cache, d), cache->devices[d].health.ptr, &found[d], sizeof *found) != MEMRA_OK)
+            snprintf(first.sentence + strlen(first.sentence), sizeof first.sentence - strlen(first.sentence),
+                     "; the record of device %d was cleared and could not be put back", d);
+    free(found);
+    return memra_kept(&first);
 }
 
 int memra_strict_health(memra_cache *cache, memra_health *health) {

@@ -74,6 +74,18 @@ static int stamp_device(
     return MEMRA_OK;
 }
 
+int memra_check_kernel(const memra_cache *cache, enum memra_kernel k) {
+    for (int32_t d = 0; d < cache->n_devices; d++) MEMRA_TRY(memra_kernel_loaded(memra_device_at(cache, d), k));
+    return MEMRA_OK;
+}
+
+int memra_check_stamp(const memra_cache *cache) { return memra_check_kernel(cache, MEMRA_K_SET_COUNTERS); }
+
+int memra_check_commit(const memra_cache *cache, bool counts) {
+    return memra_check_kernel(
+        cache, counts || memra_device_clock(cache) ? MEMRA_K_COMMIT_COUNTERS : MEMRA_K_SET_COUNTERS);
+}
+
 int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos, bool *done) {
     counter *counters = malloc(((size_t)cache->n_layer + 1) * sizeof *counters);
     if (counters == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
@@ -165,6 +177,7 @@ int memra_advance(memra_cache *cache, int64_t rows) {
     bool done = false;
     MEMRA_TRY(check_advance(cache, rows));
     if (rows == 0) return MEMRA_OK;
+    MEMRA_TRY(memra_check_commit(cache, false));
     MEMRA_TRY(memra_end(cache, &done, memra_commit_counters(cache, NULL, NULL, rows, rows, cache->pos + rows, &done)));
     if (!cache->step_rows && cache->state == MEMRA_READY && memra_recording(cache) == NULL)
         memra_give_up(cache, cache->pos); /* the engine wrote rows of its own from here on */
@@ -193,6 +206,7 @@ int memra_sync(memra_cache *cache) {
     MEMRA_TRY(memra_check_not_recording(cache, "sync_d"));
     MEMRA_TRY(memra_check_state(cache, "sync_d", MEMRA_IN(MEMRA_READY) | MEMRA_IN(MEMRA_PENDING_REPLAY)));
     MEMRA_TRY(memra_check_lengths(cache));
+    MEMRA_TRY(memra_check_stamp(cache));
     MEMRA_TRY(memra_end(cache, &done, stamp_all(cache, &done)));
     const int64_t end = cache->pos + cache->step_rows;
     memra_give_up(cache, end > cache->replay_to ? end : cache->replay_to);
@@ -227,6 +241,17 @@ int memra_settle(memra_cache *cache) {
     return memra_check_strict(&health);
 }
 
+/* The states of device d that are not where they were born, to be copied there; returns how many. */
+static int32_t homeward(const memra_cache *cache, int32_t d, memra_copy *entries) {
+    int32_t n = 0;
+    for (int64_t il = 0; il < cache->n_layer; il++) {
+        const memra_recur_layer *layer = &cache->recur[il];
+        if (layer->present && layer->device_index == d && layer->ssm_state.ptr != layer->home)
+            entries[n++] = (memra_copy){layer->home, layer->away, 4 * (uint64_t)layer->ssm_state.len};
+    }
+    return n;
+}
+
 int memra_prepare_replay(memra_cache *cache, memra_graph *graph, int64_t launches) {
     const memra_move *move = NULL;
     bool done = false;
@@ -240,18 +265,16 @@ int memra_prepare_replay(memra_cache *cache, memra_graph *graph, int64_t launche
         memra_recur_layer *layer = NULL;
         if (cache->recur[il].present) MEMRA_TRY(memra_recur_of(cache, (int32_t)il, &layer));
     }
+    if (cache->state == MEMRA_READY) MEMRA_TRY(memra_check_stamp(cache));
     memra_copy *entries = malloc((size_t)cache->n_layer * sizeof *entries);
     if (entries == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the copies");
     int status = MEMRA_OK;
-    for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++) {
-        int32_t n = 0;
-        for (int64_t il = 0; il < cache->n_layer; il++) {
-            const memra_recur_layer *layer = &cache->recur[il];
-            if (layer->present && layer->device_index == d && layer->ssm_state.ptr != layer->home)
-                entries[n++] = (memra_copy){layer->home, layer->away, 4 * (uint64_t)layer->ssm_state.len};
-        }
-        status = memra_copy_planes(memra_device_at(cache, d), cache->devices[d].has_arena, entries, n, &done);
-    }
+    for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++)
+        status = memra_check_copies(
+            memra_device_at(cache, d), cache->devices[d].has_arena, entries, homeward(cache, d, entries));
+    for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++)
+        status = memra_copy_planes(
+            memra_device_at(cache, d), cache->devices[d].has_arena, entries, homeward(cache, d, entries), &done);
     free(entries);
     if (status == MEMRA_OK && cache->state == MEMRA_READY) status = stamp_all(cache, &done);
     MEMRA_TRY(memra_end(cache, &done, status));

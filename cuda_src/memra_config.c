@@ -102,8 +102,9 @@ static int check_array(const char *name, const void *entries, uint32_t n) {
     return MEMRA_OK;
 }
 
-static int check_flags(const char *field, const uint8_t *flags, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++)
+/* Of those that stand for a layer: what is behind them is not read, whatever n claims. */
+static int check_flags(const memra_config *config, const char *field, const uint8_t *flags, uint32_t n) {
+    for (uint32_t i = 0; i < n && i < config->n_layer && i < MAX_LAYERS; i++)
         if (flags[i] > 1) return memra_fail(MEMRA_ERR_CONFIG, "%s[%u]: needs true or false", field, i);
     return MEMRA_OK;
 }
@@ -140,12 +141,12 @@ int memra_check_config(const memra_config *config) {
     if (config->has_gemma4) {
         MEMRA_TRY(check_array("gemma4_head_count_kv", config->gemma4_head_count_kv, config->gemma4_n_head_count_kv));
         MEMRA_TRY(check_array("gemma4_swa_pattern", config->gemma4_swa_pattern, config->gemma4_n_swa_pattern));
-        MEMRA_TRY(check_flags("gemma4.swa_pattern", config->gemma4_swa_pattern, config->gemma4_n_swa_pattern));
+        MEMRA_TRY(check_flags(config, "gemma4.swa_pattern", config->gemma4_swa_pattern, config->gemma4_n_swa_pattern));
     }
     if (config->has_step35) {
         MEMRA_TRY(check_array("step35_head_count", config->step35_head_count, config->step35_n_head_count));
         MEMRA_TRY(check_array("step35_swa_pattern", config->step35_swa_pattern, config->step35_n_swa_pattern));
-        MEMRA_TRY(check_flags("step35.swa_pattern", config->step35_swa_pattern, config->step35_n_swa_pattern));
+        MEMRA_TRY(check_flags(config, "step35.swa_pattern", config->step35_swa_pattern, config->step35_n_swa_pattern));
     }
     if (config->n_layer < 1 || config->n_layer > MAX_LAYERS)
         return memra_fail(MEMRA_ERR_CONFIG, "n_layer: %u is outside 1 .. %u", config->n_layer, MAX_LAYERS);

@@ -27,9 +27,15 @@ static int32_t merge(bool has_arena, bool two_sided, memra_copy *entries, int32_
     return kept;
 }
 
+enum { MOST_COPIES = 2 }; /* more are one launch */
+
+int memra_check_copies(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n) {
+    return merge(has_arena, true, entries, n) > MOST_COPIES ? memra_kernel_loaded(device, MEMRA_K_COPY_MANY) : MEMRA_OK;
+}
+
 int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done) {
     n = merge(has_arena, true, entries, n);
-    if (n > 2) {
+    if (n > MOST_COPIES) {
         MEMRA_TRY(memra_copy_table(device, entries, n));
         *done = true;
         return MEMRA_OK;

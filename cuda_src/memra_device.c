@@ -9,6 +9,7 @@
 
 enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
+    OLDEST_ARCH = 80, /* nvrtc.py has it too */
     NON_BLOCKING = 1, /* CU_STREAM_NON_BLOCKING */
     INVALID_VALUE = 1, DEINITIALIZED = 4, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, CONTEXT_IS_DESTROYED = 709,
     TABLE_ENTRIES = 4096 /* of the copy table that a device is born with */
@@ -142,6 +143,9 @@ static int open_parts(memra_device *device, const memra_device_options *options)
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&minor, CAPABILITY_MINOR, device->device)));
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&pools, MEMORY_POOLS_SUPPORTED, device->device)));
     device->arch = 10 * major + minor;
+    if (device->arch < OLDEST_ARCH)
+        return memra_fail(MEMRA_ERR_UNSUPPORTED, "cuda:%d is sm_%d; the kernels need sm_%d or newer (Ampere, 2020)",
+                          device->ordinal, device->arch, OLDEST_ARCH);
     device->has_pools = pools != 0;
     device->has_arena = !(options->flags & MEMRA_NO_ARENA);
     MEMRA_TRY(open_stream(device, options->stream));

@@ -314,6 +314,7 @@ MEMRA_FIELD(memra_cache, reserved, 308);
 /* The error record. Every kernel takes its address and the layer that it works for.
  * first[kind] is 0 while kind was never seen, else UINT64_MAX - (position << 16 | layer): the
  * lowest position wins, then the lowest layer, in whatever order the blocks of a kernel run.
+ * Which operation counts what: section 10 of SPEC.md.
  */
 enum memra_fault {
     MEMRA_FAULT_NONFINITE = 0,       /* NaN or infinity in an input */
@@ -324,7 +325,7 @@ enum memra_fault {
 };
 #define MEMRA_FAULT_KINDS 5
 typedef struct memra_health {
-    uint64_t count[MEMRA_FAULT_KINDS];  /* groups of at most 32 inputs; launches for the last two */
+    uint64_t count[MEMRA_FAULT_KINDS];  /* groups of at most 32 inputs; of the last two, launches (of a batch, members) */
     uint64_t first[MEMRA_FAULT_KINDS];
     uint32_t flags;  /* bit (1 << kind) */
     uint32_t reserved;

@@ -41,25 +41,42 @@ static bool is_sticky(int code) {
     return false;
 }
 
+/* What to do about it, where the driver does not say. driver.py has the same. */
+#define RELOAD "reload NVIDIA's kernel modules (nvidia-modprobe -u -c 0), or restart the machine"
+static const char *advice_for(int code) {
+    switch (code) {
+        case STUB_LIBRARY: return "; put the driver's own libcuda.so.1 before the toolkit's stub";
+        case 46:
+            return "; another process holds the GPU in exclusive mode, or its mode is prohibited: nvidia-smi -q -d"
+                   " COMPUTE";
+        case 100:
+            return "; nvidia-smi -L lists the GPUs; CUDA_VISIBLE_DEVICES may hide them, and a container must be given"
+                   " them";
+        case 101:
+            return "; nvidia-smi -L lists the GPUs; CUDA_VISIBLE_DEVICES may hide some, and numbers them from 0";
+        case 200: case 209: case 218: case 222:
+            return "; the cubin is of another GPU, or of an NVRTC newer than the driver: update the driver; see"
+                   " memra-driver info";
+        case 802: return "; nvidia-fabricmanager must run on this machine";
+        case SYSTEM_DRIVER_MISMATCH: return "; the driver was updated and its kernel module was not: " RELOAD;
+        case COMPAT_NOT_SUPPORTED: return "; remove the CUDA compatibility package, or update the driver";
+        case 999: return "; " RELOAD;
+        default:
+            return is_sticky(code) ? "; the error is sticky: the context is lost, end this process" : "";
+    }
+}
+
 int memra_fail_driver(const char *call, int code) {
-    const char *name = NULL, *text = NULL, *advice = "";
+    const char *name = NULL, *text = NULL;
     int status = MEMRA_ERR_DRIVER;
     if (memra_cu.cuGetErrorName) (void)memra_cu.cuGetErrorName(code, &name);
     if (memra_cu.cuGetErrorString) (void)memra_cu.cuGetErrorString(code, &text);
-    if (code == OUT_OF_MEMORY) {
-        status = MEMRA_ERR_OUT_OF_MEMORY;
-    } else if (code == STUB_LIBRARY) {
+    if (code == OUT_OF_MEMORY) status = MEMRA_ERR_OUT_OF_MEMORY;
+    if (code == STUB_LIBRARY || code == SYSTEM_DRIVER_MISMATCH || code == COMPAT_NOT_SUPPORTED)
         status = MEMRA_ERR_NO_DRIVER;
-        advice = "; put the driver's own libcuda.so.1 before the toolkit's stub";
-    } else if (code == SYSTEM_DRIVER_MISMATCH || code == COMPAT_NOT_SUPPORTED) {
-        status = MEMRA_ERR_NO_DRIVER;
-        advice = "; install a driver that is new enough, and no older compatibility package beside it";
-    } else if (is_sticky(code)) {
-        advice = "; the error is sticky: the context is lost, end this process";
-    }
     driver_code = code;
     return memra_fail(status, "%s: %s (%d): %s%s", call, name ? name : "unknown CUresult", code,
-                      text ? text : "this driver has no text for it", advice);
+                      text ? text : "this driver has no text for it", advice_for(code));
 }
 
 int memra_cuda_status(const char *call, CUresult code) {

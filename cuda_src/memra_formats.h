@@ -1,7 +1,8 @@
 /* memra_formats.h: the K/V block formats, 32 consecutive elements of one token per block.
  *
  * Plain C11, also C++17 and NVRTC. Little-endian; blocks follow each other without a gap, so a
- * memra_q8_0 is only 2-aligned. f16 and e4m3 values stand here as their bits.
+ * memra_q8_0 is only 2-aligned. f16 and e4m3 values stand here as their bits. How they are made, of NaN, infinities
+ * and what overflows too: sections 4 and 14 of SPEC.md, which stands in memra_driver/vectors and in every kit.
  */
 #ifndef MEMRA_FORMATS_H
 #define MEMRA_FORMATS_H

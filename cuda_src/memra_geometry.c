@@ -72,6 +72,9 @@ int memra_check_fence(const memra_config *config, const int32_t *fence, int32_t 
     if (n_stages < 1)
         return memra_fail(MEMRA_ERR_CONFIG, "fence %s must be at least two layer numbers",
                           list(text, fence, (int64_t)n_stages + 1));
+    if (n_stages > n_layer) /* said without a look at the fence, which is as long as n_stages claims */
+        return memra_fail(MEMRA_ERR_CONFIG, "%d stages for %d layers: every stage owns at least one layer", n_stages,
+                          n_layer);
     const int32_t last = fence[n_stages];
     list(text, fence, (int64_t)n_stages + 1);
     if (fence[0] != 0)
@@ -140,6 +143,8 @@ static int check_reserved(const memra_plan_own *own) {
     const int32_t n_layer = own->plan.n_layer, *ids = options->tap_layers;
     const uint32_t n = options->n_tap_layers;
     char text[512];
+    if (n > (uint32_t)n_layer)
+        return memra_fail(MEMRA_ERR_CONFIG, "reserve_taps names %u layers; the model has %d", n, n_layer);
     for (uint32_t i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= n_layer)
             return memra_fail(MEMRA_ERR_CONFIG, "reserve_taps names layer %d; layers are 0 .. %d", ids[i], n_layer - 1);

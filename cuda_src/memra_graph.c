@@ -166,19 +166,25 @@ static int finish(struct memra_graph *graph) {
     return MEMRA_OK;
 }
 
-/* Ends what the stream still captures, and forgets it. */
-static void discard(const memra_device *device) {
+/* Ends what the stream still captures, and forgets it; an invalid capture ends with an error that is none here. */
+static int discard(const memra_device *device) {
     CUgraph made = NULL;
-    if (memra_cu.cuStreamEndCapture(device->stream, &made) == 0 && made != NULL) memra_cu.cuGraphDestroy(made);
+    int capturing = 0;
+    const CUresult code = memra_cu.cuStreamEndCapture(device->stream, &made);
+    if (!code) return made != NULL ? MEMRA_CU(cuGraphDestroy, (made)) : MEMRA_OK;
+    const bool goes_on = !memra_cu.cuStreamIsCapturing(device->stream, &capturing) && capturing;
+    return goes_on ? memra_cuda_status("cuStreamEndCapture()", code) : MEMRA_OK;
 }
 
-static int instantiate(struct memra_graph *graph) {
+/* open: the stream captures still, for the driver ended nothing. */
+static int instantiate(struct memra_graph *graph, bool *open) {
     CUgraph made = NULL;
-    const int ended = MEMRA_CU(cuStreamEndCapture, (graph->device->stream, &made));
-    if (ended != MEMRA_OK) {
+    const CUresult ended = memra_cu.cuStreamEndCapture(graph->device->stream, &made);
+    if (ended) {
         int capturing = 0;
-        if (!memra_cu.cuStreamIsCapturing(graph->device->stream, &capturing) && capturing) discard(graph->device);
-        return ended;
+        if (!memra_cu.cuStreamIsCapturing(graph->device->stream, &capturing) && capturing)
+            *open = discard(graph->device) != MEMRA_OK;
+        return memra_cuda_status("cuStreamEndCapture()", ended);
     }
     int status = MEMRA_CU(cuGraphInstantiateWithFlags, (&graph->exec, made, 0));
     const int destroyed = MEMRA_CU(cuGraphDestroy, (made));
@@ -192,7 +198,9 @@ int memra_capture_end(memra_device *device, memra_graph **graph) {
     MEMRA_TRY(memra_device_enter(device));
     struct memra_graph *made = device->recording;
     if (made == NULL) return memra_fail(MEMRA_ERR_STATE, "no capture is open on this device");
-    int status = made->flags & MEMRA_CAPTURE_YOURS ? MEMRA_OK : instantiate(made);
+    bool open = false;
+    int status = made->flags & MEMRA_CAPTURE_YOURS ? MEMRA_OK : instantiate(made, &open);
+    if (open) return status; /* it can be ended again, or abandoned */
     device->recording = NULL;
     if (of_thread == made) of_thread = NULL;
     made->is_recording = false;
@@ -223,7 +231,7 @@ int memra_capture_abandon(memra_device *device) {
     MEMRA_TRY(memra_device_enter(device));
     struct memra_graph *graph = device->recording;
     if (graph == NULL) return MEMRA_OK;
-    if (!(graph->flags & MEMRA_CAPTURE_YOURS)) discard(device); /* an invalid one has ended with the error */
+    if (!(graph->flags & MEMRA_CAPTURE_YOURS)) MEMRA_TRY(discard(device)); /* one that goes on is still open */
     memra_graph_drop(device);
     return MEMRA_OK;
 }

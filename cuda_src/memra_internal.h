@@ -132,6 +132,7 @@ extern const char *const memra_kernel_names[MEMRA_N_KERNELS];
 /* After loading: refused where its parameters are others than ours; attend gets the shared memory that it needs. */
 int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device);
 bool memra_kernel_serves(enum memra_kernel k, int32_t arch);  /* false: it works on another architecture only */
+enum { MEMRA_COPIES_MOST = INT32_MAX / 64 }; /* entries that one launch of copy_many takes: each has 64 blocks */
 int memra_kernel_loaded(const memra_device *device, enum memra_kernel k);  /* MEMRA_ERR_UNSUPPORTED where it is not */
 
 typedef struct memra_scratch {  /* attention's partial sums; older, smaller buffers stay since graphs hold them */
@@ -299,6 +300,11 @@ int memra_check_strict(const memra_health *health);
  * fails the cache is tainted: `return memra_end(cache, &done, status)`. ---- */
 
 int memra_end(memra_cache *cache, const bool *done, int status);
+/* For what does more before it comes to its last kernel: MEMRA_ERR_UNSUPPORTED unless every device has that one. */
+int memra_check_kernel(const memra_cache *cache, enum memra_kernel k);
+/* The same for memra_stamp, or for memra_commit_counters. */
+int memra_check_stamp(const memra_cache *cache);
+int memra_check_commit(const memra_cache *cache, bool counts);
 /* len_d of the layers with lens[il] >= 0, and every pos_d (memra_clock.c). */
 int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos, bool *done);
 /* The layers with in[il] stand at pos_d + the accepted rows, and pos_d moves by as many. counts: where each device has
@@ -311,6 +317,8 @@ int memra_commit_counters(
     bool *done);
 /* Whole planes: neighbours in an arena become one range, and more than two ranges one launch (memra_copies.c). */
 int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
+/* Whether that can be: sorts the entries, and refuses where a launch is needed and its kernel is not loaded. */
+int memra_check_copies(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n);
 int memra_clear_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
 
 /* ---- Graphs (memra_graph.c) ---- */

@@ -218,6 +218,7 @@ static int check_recur(int32_t d_conv, int32_t num_k, int32_t num_v, int32_t sta
 
 int memra_recur_split(
     int32_t n_seqs, int32_t num_k, int32_t num_v, int32_t state_size, int32_t *columns, int32_t *blocks) {
+    if (!columns || !blocks) return memra_fail(MEMRA_ERR_ARRAY, "memra_recur_split: columns or blocks is NULL");
     MEMRA_TRY(check_recur(1, num_k, num_v, state_size));
     const int64_t keys = times(n_seqs, num_k), most = times(parts(num_v, num_k), state_size);
     int32_t best = 32;

@@ -9,6 +9,7 @@
 #include <elf.h>
 #include <errno.h>
 #include <stdio.h>
+#include <sys/stat.h>
 
 typedef struct span {
     const unsigned char *bytes;
@@ -109,12 +110,16 @@ int memra_device_load(memra_device *device, const void *cubin, uint64_t n_bytes)
 
 /* The bytes of a file, to be freed by the caller. */
 static int read_file(const char *path, span *out) {
+    struct stat what;
+    if (stat(path, &what)) return memra_fail(MEMRA_ERR_CONFIG, "%s: %s", path, strerror(errno));
+    if (!S_ISREG(what.st_mode)) /* a pipe could block, a device never end */
+        return memra_fail(MEMRA_ERR_CONFIG, "%s: cannot be read: not a regular file", path);
     FILE *const file = fopen(path, "rb");
     if (!file) return memra_fail(MEMRA_ERR_CONFIG, "%s: %s", path, strerror(errno));
     unsigned char *bytes = NULL;
     const bool sized = fseek(file, 0, SEEK_END) == 0;
     const long size = sized ? ftell(file) : -1;
-    if (size >= 0 && size < INT32_MAX) bytes = malloc((size_t)size + 1); /* a folder says that it is larger */
+    if (size >= 0 && size < INT32_MAX) bytes = malloc((size_t)size + 1);
     const bool whole = bytes && fseek(file, 0, SEEK_SET) == 0 && fread(bytes, 1, (size_t)size, file) == (size_t)size;
     fclose(file);
     if (!whole) {

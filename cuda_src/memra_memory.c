@@ -21,12 +21,46 @@ static int status_of(const char *call, const char *format, uint64_t shown, CUres
     return memra_fail_driver(text, code);
 }
 
+/* What the driver calls free, and what the memory pool holds unused; `failed` names the call that said no. */
+static CUresult room_on(const memra_device *device, uint64_t *available, uint64_t *total, const char **failed) {
+    size_t free_bytes = 0, all = 0;
+    uint64_t reserved = 0, used = 0;
+    void *pool = NULL;
+    CUresult code = memra_cu.cuMemGetInfo(&free_bytes, &all);
+    *failed = "cuMemGetInfo()";
+    if (!code && device->has_pools) {
+        code = memra_cu.cuDeviceGetDefaultMemPool(&pool, device->device);
+        *failed = "cuDeviceGetDefaultMemPool()";
+        for (int i = 0; i < 2 && !code; i++) {
+            const int which = i ? USED_MEM_CURRENT : RESERVED_MEM_CURRENT;
+            code = memra_cu.cuMemPoolGetAttribute(pool, which, i ? &used : &reserved);
+            *failed = "cuMemPoolGetAttribute()";
+        }
+    }
+    *available = free_bytes + (reserved > used ? reserved - used : 0); /* another thread may allocate between the two */
+    *total = all;
+    return code;
+}
+
+/* Appends what the device has to the failure of an allocation, and keeps its code. */
+static int full(const memra_device *device, int status) {
+    uint64_t available, total;
+    const char *failed;
+    char room[160];
+    if (status != MEMRA_ERR_OUT_OF_MEMORY || room_on(device, &available, &total, &failed)) return status;
+    snprintf(room, sizeof room, "; cuda:%d has %llu of %llu bytes free; nvidia-smi says who holds the rest",
+             device->ordinal, (unsigned long long)available, (unsigned long long)total);
+    memra_fail_more(room);
+    return status;
+}
+
 static int allocate(const memra_device *device, uint64_t n_bytes, uint64_t *ptr) {
     *ptr = 0;
     if (!n_bytes) return MEMRA_OK;
     if (device->has_pools)
-        return status_of("cuMemAllocAsync", "%llu", n_bytes, memra_cu.cuMemAllocAsync(ptr, n_bytes, device->stream));
-    return status_of("cuMemAlloc", "%llu", n_bytes, memra_cu.cuMemAlloc(ptr, n_bytes));
+        return full(device, status_of("cuMemAllocAsync", "%llu", n_bytes,
+                                      memra_cu.cuMemAllocAsync(ptr, n_bytes, device->stream)));
+    return full(device, status_of("cuMemAlloc", "%llu", n_bytes, memra_cu.cuMemAlloc(ptr, n_bytes)));
 }
 
 int memra_device_free(const memra_device *device, uint64_t ptr) {
@@ -113,18 +147,9 @@ int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_byt
 int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total) {
     MEMRA_TRY(memra_device_enter(device));
     if (!available || !total) return memra_fail(MEMRA_ERR_ARRAY, "memra_memory_info: available or total is NULL");
-    size_t free_bytes = 0, all = 0;
-    uint64_t reserved = 0, used = 0;
-    MEMRA_TRY(MEMRA_CU(cuMemGetInfo, (&free_bytes, &all)));
-    if (device->has_pools) {
-        void *pool = NULL;
-        MEMRA_TRY(MEMRA_CU(cuDeviceGetDefaultMemPool, (&pool, device->device)));
-        MEMRA_TRY(MEMRA_CU(cuMemPoolGetAttribute, (pool, RESERVED_MEM_CURRENT, &reserved)));
-        MEMRA_TRY(MEMRA_CU(cuMemPoolGetAttribute, (pool, USED_MEM_CURRENT, &used)));
-    }
-    *available = free_bytes + (reserved > used ? reserved - used : 0); /* another thread may allocate between the two */
-    *total = all;
-    return MEMRA_OK;
+    const char *failed;
+    const CUresult code = room_on(device, available, total, &failed);
+    return memra_cuda_status(failed, code);
 }
 
 /* ---- The copy table ---- */
@@ -173,6 +198,8 @@ int memra_copy_table(memra_device *device, const memra_copy *entries, int32_t n)
     if (n < 0) return memra_fail(MEMRA_ERR_CONFIG, "memra_copy_table: %d entries", n);
     if (!n) return MEMRA_OK;
     if (!entries) return memra_fail(MEMRA_ERR_ARRAY, "memra_copy_table: entries is NULL");
+    if (n > MEMRA_COPIES_MOST)
+        return memra_fail(MEMRA_ERR_CAPACITY, "memra_copy_table: %d entries; at most %d", n, MEMRA_COPIES_MOST);
     MEMRA_TRY(memra_kernel_loaded(device, MEMRA_K_COPY_MANY));
     MEMRA_TRY(upload_table(device, entries, n));
     return memra_launch_copy_many(device, device->table, n, 0, 0);

@@ -2,6 +2,7 @@
 #include "memra_internal.h"
 
 #include <inttypes.h>
+#include <math.h>
 
 /* Where a launch for a layer finds its device, its position and its error record. */
 typedef struct at {
@@ -23,6 +24,10 @@ static memra_range plane(const char *name, const memra_slice *slice) {
 
 static int f32_rows(const char *name, uint64_t ptr, int64_t rows, int64_t columns, memra_range *range) {
     return memra_range_of(name, ptr, rows, columns, 4, range);
+}
+
+static int check_number(const char *name, float value) {
+    return isfinite(value) ? MEMRA_OK : memra_fail(MEMRA_ERR_CONFIG, "%s is %g; it is a finite f32", name, (double)value);
 }
 
 int memra_append_kv(memra_cache *cache, int32_t il, int64_t rows, uint64_t k_rows, uint64_t v_rows) {
@@ -127,6 +132,7 @@ int memra_gdn_prep(
     MEMRA_TRY(f32_rows("g_log", g_log, rows, heads, &outputs[3]));
     MEMRA_TRY(f32_rows("beta", beta, rows, heads, &outputs[4]));
     MEMRA_TRY(memra_check_ranges(outputs, 5, inputs, 5));
+    MEMRA_TRY(check_number("eps", eps));
     if (rows == 0) return MEMRA_OK;
     const at at = at_device(cache, layer->device_index);
     return memra_launch_gdn_prep(
@@ -167,6 +173,7 @@ int memra_gdn_scan(
     outputs[1] = plane("ssm_state", &layer->ssm_state);
     outputs[2] = plane("ssm_state_alt", &layer->ssm_state_alt);
     MEMRA_TRY(memra_check_ranges(outputs, 3, inputs, 5));
+    MEMRA_TRY(check_number("scale", scale));
     if (rows == 0) return MEMRA_OK;
     MEMRA_TRY(memra_step_check(cache, il, MEMRA_OP_SCAN, rows));
     const at at = at_device(cache, layer->device_index);
@@ -201,6 +208,8 @@ int memra_recur_step(
     outputs[2] = plane("ssm_state", &layer->ssm_state);
     outputs[3] = plane("ssm_state_alt", &layer->ssm_state_alt);
     MEMRA_TRY(memra_check_ranges(outputs, 4, inputs, 6));
+    MEMRA_TRY(check_number("eps", eps));
+    MEMRA_TRY(check_number("scale", scale));
     if (rows == 0) return MEMRA_OK;
     MEMRA_TRY(memra_step_check(cache, il, MEMRA_OP_CONV | MEMRA_OP_SCAN, rows));
     const at at = at_device(cache, layer->device_index);
@@ -248,6 +257,7 @@ int memra_attend(
     inputs[1] = plane("k", &layer->k);
     inputs[2] = plane("v", &layer->v);
     MEMRA_TRY(memra_check_ranges(&output, 1, inputs, 3));
+    MEMRA_TRY(check_number("scale", scale));
     if (rows > cache->max_rows)
         return memra_fail(
             MEMRA_ERR_CAPACITY, "attend of %" PRId64 " rows; the cache was built with CacheOptions(max_rows=%" PRId64
@@ -264,6 +274,7 @@ int memra_attend(
     if (rows == 0) return MEMRA_OK;
     const at at = at_device(cache, layer->device_index);
     const int32_t width = window < 0 ? layer->window : window;
+    MEMRA_TRY(memra_kernel_loaded(at.device, MEMRA_K_ATTEND_COMBINE)); /* before the first of the two is launched */
     uint64_t part = 0;
     MEMRA_TRY(memra_device_scratch(at.device, memra_attend_part_bytes(1, rows, heads, layer->head_dim_v), &part));
     MEMRA_TRY(memra_launch_attend(

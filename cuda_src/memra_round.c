@@ -27,6 +27,26 @@ static int check_rows(const memra_cache *cache) {
     return memra_check_length(cache, "pos, behind the rows of the round,", cache->pos + cache->step_rows);
 }
 
+/* Whether a commit exchanges the states of the layers, which saves their scan. */
+static bool swaps(const memra_cache *cache, bool counts, int64_t accept) {
+    return !counts && !memra_device_clock(cache) && accept == cache->step_rows;
+}
+
+/* The kernels that a commit takes, before the first of them is launched. */
+static int check_kernels(const memra_cache *cache, bool counts, int64_t accept) {
+    const bool scans = !swaps(cache, counts, accept);
+    int32_t checked = -1; /* the layers of a device follow each other */
+    for (int64_t il = 0; il < cache->n_layer; il++) {
+        const memra_recur_layer *layer = &cache->recur[il];
+        if (!layer->present || !layer->step_ops || layer->device_index == checked) continue;
+        checked = layer->device_index;
+        const memra_device *device = memra_device_at(cache, checked);
+        if (layer->step_ops & MEMRA_OP_CONV) MEMRA_TRY(memra_kernel_loaded(device, MEMRA_K_CONV_RING_REBUILD));
+        if (scans && layer->step_ops & MEMRA_OP_SCAN) MEMRA_TRY(memra_kernel_loaded(device, MEMRA_K_GDN_SCAN));
+    }
+    return memra_check_commit(cache, counts);
+}
+
 static int check_open(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "the end of a round"));
     if (!cache->round_width) return memra_fail(MEMRA_ERR_STATE, "the round is over");
@@ -55,7 +75,7 @@ static int rebuild_run(
     MEMRA_TRY(memra_launch_conv_ring_rebuild(
         memra_device_at(cache, d), layer->tape.ptr, layer->conv_state.ptr, layer->conv_state.ptr, counts ? counts[d] : 0,
         (int32_t)accept, (int32_t)rows, layer->conv_dim, layer->d_conv, run->n, (int64_t)run->x_apart / 4,
-        (int64_t)run->ring_apart / 4, cache->devices[d].health.ptr, run->first));
+        (int64_t)run->ring_apart / 4, 0, run->first));
     *done = true;
     return MEMRA_OK;
 }
@@ -79,20 +99,20 @@ static int rebuild_rings(
     return rebuild_run(cache, &run, counts, accept, rows, done);
 }
 
-/* The state of one layer after the accepted rows. swap: a full accept will exchange the states instead. */
+/* The state of one layer after the accepted rows. swap: the states will be exchanged instead. A count that cannot be is
+ * reported once a device, by the counters: they know the position. */
 static int commit_layer(
     memra_cache *cache, int32_t il, uint64_t accept_d, int64_t accept, int64_t rows, bool swap, bool *done) {
     const memra_recur_layer *layer = &cache->recur[il];
     memra_device *device = memra_device_at(cache, layer->device_index);
-    const uint64_t health = cache->devices[layer->device_index].health.ptr;
     const uint64_t vector = 4 * (uint64_t)rows * (uint64_t)layer->num_v * (uint64_t)layer->state_size;
     const uint64_t gate = 4 * (uint64_t)rows * (uint64_t)layer->num_v;
     const uint64_t q = layer->tape.ptr + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim;
-    if (!(layer->step_ops & MEMRA_OP_SCAN) || (swap && accept == rows)) return MEMRA_OK;
+    if (!(layer->step_ops & MEMRA_OP_SCAN) || swap) return MEMRA_OK;
     const uint64_t state = memra_recording(cache) != NULL ? layer->home : layer->ssm_state.ptr; /* what the scan read */
     MEMRA_TRY(memra_launch_gdn_scan(
         device, q, q + vector, q + 2 * vector, q + 3 * vector, q + 3 * vector + gate, state, state, 0, 0, accept_d,
-        (int32_t)(accept_d ? rows : accept), layer->num_v, layer->state_size, 1.0f, 0, 1, health, il));
+        (int32_t)(accept_d ? rows : accept), layer->num_v, layer->state_size, 1.0f, 0, 1, 0, il));
     *done = true;
     return MEMRA_OK;
 }
@@ -126,7 +146,7 @@ static int end_round(memra_cache *cache, const bool *done, int status) {
 /* counts: where each device has the number of rows that stand; NULL: it is `accept`. */
 static int commit(memra_cache *cache, const uint64_t *counts, int64_t accept) {
     const int64_t rows = cache->step_rows, end = cache->pos + (counts ? rows : accept);
-    const bool swap = !counts && !memra_device_clock(cache);
+    const bool swap = swaps(cache, counts != NULL, accept);
     bool done = false;
     int status = rebuild_rings(cache, counts, accept, rows, &done);
     for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
@@ -136,7 +156,7 @@ static int commit(memra_cache *cache, const uint64_t *counts, int64_t accept) {
     if (status == MEMRA_OK) status = move_counters(cache, counts, accept, rows, end, &done);
     MEMRA_TRY(end_round(cache, &done, status));
     for (int64_t il = 0; il < cache->n_layer; il++)
-        if (swap && accept == rows && cache->recur[il].present && cache->recur[il].step_ops & MEMRA_OP_SCAN)
+        if (swap && cache->recur[il].present && cache->recur[il].step_ops & MEMRA_OP_SCAN)
             memra_swap_states(&cache->recur[il]);
     memra_drop_unsure_logits(cache);
     finish(cache, end);
@@ -150,6 +170,7 @@ int memra_round_commit(memra_cache *cache, int64_t accept_len) {
         return memra_fail(
             MEMRA_ERR_CAPACITY, "accept_len is %" PRId64 "; the round ran %" PRId64 " rows", accept_len,
             cache->step_rows);
+    if (accept_len) MEMRA_TRY(check_kernels(cache, false, accept_len));
     return accept_len ? commit(cache, NULL, accept_len) : memra_round_reject(cache);
 }
 
@@ -158,6 +179,7 @@ int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d) {
     MEMRA_TRY(check_open(cache));
     MEMRA_TRY(check_rows(cache));
     MEMRA_TRY(memra_range_of("accept_d", accept_d, 1, 1, 4, &range));
+    MEMRA_TRY(check_kernels(cache, true, 0));
     uint64_t *counts = calloc((size_t)cache->n_devices, sizeof *counts);
     if (counts == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counts");
     memra_device *last = memra_device_at(cache, memra_last_device(cache));
@@ -175,6 +197,7 @@ int memra_round_commit_from_device(memra_cache *cache, uint64_t accept_d) {
 int memra_round_reject(memra_cache *cache) {
     bool done = false;
     MEMRA_TRY(check_open(cache));
+    if (cache->step_rows) MEMRA_TRY(memra_check_commit(cache, false));
     if (cache->step_rows)
         MEMRA_TRY(end_round(cache, &done, move_counters(cache, NULL, 0, cache->step_rows, cache->pos, &done)));
     finish(cache, cache->pos);

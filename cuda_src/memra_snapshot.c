@@ -79,22 +79,33 @@ static int allocate_all(own *made, memra_cache *cache) {
     return MEMRA_OK;
 }
 
-/* Rings and states from the cache into the snapshot, or back. */
-static int copy(memra_cache *cache, const memra_snapshot *snap, bool back, bool *done) {
+/* Rings and states of device d from the cache into the snapshot, or back; returns how many. */
+static int32_t copies_of(
+    const memra_cache *cache, const memra_snapshot *snap, bool back, int32_t d, memra_copy *entries) {
+    int32_t n = 0;
+    for (int64_t il = 0; il < cache->n_layer; il++) {
+        const memra_recur_layer *layer = &cache->recur[il];
+        if (!layer->present || layer->device_index != d) continue;
+        entries[n++] = (memra_copy){snap->conv[il].ptr, layer->conv_state.ptr, 4 * (uint64_t)layer->conv_state.len};
+        entries[n++] = (memra_copy){snap->ssm[il].ptr, layer->ssm_state.ptr, 4 * (uint64_t)layer->ssm_state.len};
+    }
+    for (int32_t i = 0; back && i < n; i++)
+        entries[i] = (memra_copy){entries[i].src, entries[i].dst, entries[i].bytes};
+    return n;
+}
+
+/* All of them; done NULL: only whether that can be. */
+static int copy(const memra_cache *cache, const memra_snapshot *snap, bool back, bool *done) {
     memra_copy *entries = malloc(2 * (size_t)cache->n_layer * sizeof *entries);
     if (entries == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the copies");
     int status = MEMRA_OK;
     for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++) {
-        int32_t n = 0;
-        for (int64_t il = 0; il < cache->n_layer; il++) {
-            const memra_recur_layer *layer = &cache->recur[il];
-            if (!layer->present || layer->device_index != d) continue;
-            entries[n++] = (memra_copy){snap->conv[il].ptr, layer->conv_state.ptr, 4 * (uint64_t)layer->conv_state.len};
-            entries[n++] = (memra_copy){snap->ssm[il].ptr, layer->ssm_state.ptr, 4 * (uint64_t)layer->ssm_state.len};
-        }
-        for (int32_t i = 0; back && i < n; i++)
-            entries[i] = (memra_copy){entries[i].src, entries[i].dst, entries[i].bytes};
-        status = memra_copy_planes(memra_device_at(cache, d), cache->devices[d].has_arena, entries, n, done);
+        memra_device *device = memra_device_at(cache, d);
+        const bool has_arena = cache->devices[d].has_arena;
+        if (done == NULL && memra_kernel_loaded(device, MEMRA_K_COPY_MANY) == MEMRA_OK) continue;
+        const int32_t n = copies_of(cache, snap, back, d, entries);
+        status = done == NULL ? memra_check_copies(device, has_arena, entries, n)
+                              : memra_copy_planes(device, has_arena, entries, n, done);
     }
     free(entries);
     return status;
@@ -197,6 +208,7 @@ int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot) {
     MEMRA_TRY(memra_check_settled(cache, "snapshot_into"));
     MEMRA_TRY(check_fits(cache, snapshot, "snapshot_into"));
     MEMRA_TRY(check_states(cache));
+    MEMRA_TRY(copy(cache, snapshot, false, NULL));
     snapshot->invalid = MEMRA_INVALID_HALF_WAY;
     MEMRA_TRY(copy(cache, snapshot, false, &done));
     stamp(cache, snapshot);
@@ -223,7 +235,8 @@ static int check_rollback(memra_cache *cache, const memra_snapshot *snap, int64_
         return memra_fail(
             MEMRA_ERR_SNAPSHOT, "snapshot of generation %" PRIu64 "; the cache was reset and is at %" PRIu64,
             snap->generation, cache->generation);
-    int64_t end = cache->pos + (cache->round_width ? 0 : cache->step_rows); /* a round is rejected first */
+    int64_t end = 0; /* a round is rejected first */
+    if (__builtin_add_overflow(cache->pos, cache->round_width ? 0 : cache->step_rows, &end)) end = INT64_MAX;
     if (cache->replay_to > end) end = cache->replay_to;
     if (cache->max_ctx < end) end = cache->max_ctx;
     const int64_t limit = cache->state == MEMRA_TAINTED ? 0 : end - snap->pos;
@@ -233,7 +246,8 @@ static int check_rollback(memra_cache *cache, const memra_snapshot *snap, int64_
             "accept_len is %" PRId64 "; %" PRId64 " tokens stand after the snapshot at position %" PRId64 "%s", accept_len,
             limit > 0 ? limit : 0, snap->pos,
             cache->state == MEMRA_TAINTED ? " (a tainted cache accepts none)" : "");
-    return MEMRA_OK;
+    MEMRA_TRY(memra_check_stamp(cache));
+    return copy(cache, snap, true, NULL);
 }
 
 /* The end of a change that leaves nothing of a round that is open: it is over, unless nothing was done. */
@@ -280,6 +294,7 @@ int memra_truncate(memra_cache *cache, int64_t new_len) {
         return memra_fail(
             MEMRA_ERR_CAPACITY, "truncate to %" PRId64 "; the cache holds %" PRId64 " tokens, so 0 .. %" PRId64
             " is possible", new_len, cache->pos, cache->pos);
+    MEMRA_TRY(memra_check_stamp(cache));
     int64_t *lens = malloc((size_t)cache->n_layer * sizeof *lens);
     if (lens == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
     for (int64_t il = 0; il < cache->n_layer; il++)
@@ -317,6 +332,7 @@ int memra_reset(memra_cache *cache) {
     MEMRA_TRY(memra_check_cache(cache, "reset"));
     MEMRA_TRY(memra_check_not_recording(cache, "reset"));
     MEMRA_TRY(check_states(cache));
+    MEMRA_TRY(memra_check_stamp(cache));
     int64_t *lens = malloc((size_t)cache->n_layer * sizeof *lens);
     if (lens == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
     for (int64_t il = 0; il < cache->n_layer; il++) lens[il] = cache->kv[il].present ? 0 : -1;

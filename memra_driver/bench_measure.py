@@ -229,7 +229,10 @@ class Bench:
 
 @contextmanager
 def watched(e: Any) -> Iterator[list[tuple[Any, ...]]]:
-    """Inside the block, what a device is asked to do: a list of (method, *arguments)."""
+    """Inside the block, what a device is asked to do: a list of (method, *arguments).
+
+    Nothing is prepared meanwhile. What a cache has prepared before asks the device for nothing: forget that first.
+    """
     done: list[tuple[Any, ...]] = []
     methods = ("launch", "copy_bytes", "clear_bytes", "copy_many")
 
@@ -244,8 +247,9 @@ def watched(e: Any) -> Iterator[list[tuple[Any, ...]]]:
 
     for name in methods:
         watch(name)
+    e.prepares = False
     try:
         yield done
     finally:
-        for name in methods:
+        for name in (*methods, "prepares"):
             delattr(e, name)

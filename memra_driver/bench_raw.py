@@ -13,7 +13,7 @@ from memra_driver import capi, native
 from memra_driver.bench_measure import Bench, watched
 from memra_driver.bench_rows import Row
 from memra_driver.bench_work import Workload
-from memra_driver.errors import CompileError, DriverError
+from memra_driver.errors import CompileError, DriverError, StateError
 from memra_driver.kernels import KERNELS
 
 LOOPS = Path(__file__).resolve().parent / "bench_calls.c"
@@ -26,6 +26,7 @@ class Packed:
     def __init__(self, e: Any, name: str, args: list[Any]) -> None:
         from cuda.bindings import driver as cu
 
+        self.name = name
         kernel = KERNELS[name]
         kinds: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
         values = [getattr(value, "ptr", value) or 0 for value in args]
@@ -46,11 +47,15 @@ class Packed:
 
 def packed_launches(work: Workload, op: str) -> list[Packed]:
     """The launches of one call of an operation, packed."""
+    work.caches[0].prepared.clear()  # what is known already goes another way
     with watched(work.e) as done:
         work.calls(op, work.rows)(work.layers(op)[0])
     work.e.synchronize()
     work.caches[0].end_step(work.tokens - work.rows)
-    return [Packed(work.e, name, args) for what, name, *args in done if what == "launch"]
+    launches = [Packed(work.e, name, args) for what, name, *args in done if what == "launch"]
+    if not launches:
+        raise StateError(f"{op} launched nothing that could be packed")
+    return launches
 
 
 def raw_copy(bench: Bench, n_bytes: int) -> Callable[[], Any]:

@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from memra_driver import layout
-from memra_driver.errors import ArrayError, CapacityError, ConfigError, DeviceMismatch, HealthError, StateError
+from memra_driver.errors import (
+    ArrayError,
+    CapacityError,
+    ConfigError,
+    DeviceMismatch,
+    HealthError,
+    MemraError,
+    StateError,
+)
 from memra_driver.health import Health
 from memra_driver.interop import is_slice, operand
 from memra_driver.layers import DflashTapSink
 from memra_driver.layout import CacheState
 from memra_driver.memory import Borrowed
-from memra_driver.place import Action, ordinal, read_bytes, run_actions, zero_actions
+from memra_driver.place import ordinal, read_bytes, zero_actions
 from memra_driver.rules import CacheRules
 
 if TYPE_CHECKING:
@@ -162,13 +170,25 @@ class CacheBeside(CacheRules):
         )
 
     def clear_health(self) -> None:
-        """Empties the error record, in stream order."""
+        """Empties the error record, in stream order: on all devices, or where one fails, on none.
+
+        Waits only where there are several: what could not be cleared on all of them is put back.
+        """
         self.check_open("clear_health")
         self.check_not_recording("clear_health")
-        actions: list[Action] = []
-        for d, device in enumerate(self.devices):
-            actions += zero_actions(device, [self._planes["health", None, d]])
-        run_actions(actions, lambda: None)
+        records = [self._planes["health", None, d] for d in range(len(self.devices))]
+        found = [read_bytes(record, layout.HEALTH_BYTES) for record in records] if len(records) > 1 else []
+        for d, record in enumerate(records):
+            try:
+                for action in zero_actions(self.devices[d], [record]):
+                    action()
+            except MemraError as error:
+                for cleared, held in zip(records[:d], found, strict=False):
+                    try:
+                        cleared.copy_from(np.frombuffer(held, np.uint8))
+                    except MemraError:
+                        error.add_note(f"cleared, and could not be put back: {Health.read([held])}")
+                raise
 
     def strict_health(self) -> Health | None:
         """What check_strict takes, read before the call that waits has changed anything; None unless strict."""

@@ -70,8 +70,8 @@ class Cache(CacheClock):
     """The state of one sequence. Build one with `new`, `new_pp2` or `new_ppn`.
 
     kv[il] is a KvLayer or None, recur[il] a RecurLayer or None; both lists have n_layer entries.
-    One thread owns a cache at a time. Nothing here waits for the device except digest, health and
-    reading a slice.
+    One thread owns a cache at a time. Nothing here waits for the device except digest, settle, health,
+    clear_health of several devices, and reading a slice.
     """
 
     def __init__(self, plan: CachePlan, devices: Sequence[Any]) -> None:

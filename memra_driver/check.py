@@ -31,7 +31,7 @@ from memra_driver.check_cases import (
     scan_cases,
 )
 from memra_driver.check_vectors import vector_cases
-from memra_driver.errors import ConfigError, DriverError, MemraError
+from memra_driver.errors import ConfigError, DriverError, MemraError, NoDriver
 from memra_driver.kernels import KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kvdev import HostDev
 from memra_driver.memory import CudaSlice
@@ -98,6 +98,8 @@ def judge(e: Any, case: Case, want: dict[str, Array]) -> tuple[Result, bool]:
     """The result, and whether the device is of no use any more."""
     try:
         after = launch(e, case)
+    except NoDriver:
+        raise  # nothing of this device was tried
     except MemraError as error:
         result = Result(case.title, case.kernel, float("inf"), "", f"{type(error).__name__}: {error}")
         return result, isinstance(error, DriverError)

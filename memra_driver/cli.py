@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ try:
 except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install typer rich") from None
 
-from memra_driver import cli_vectors
+from memra_driver import cli_soak, cli_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,16 +174,41 @@ def _history(done: Outcome) -> list[dict[str, Any]]:
 @app.command()
 def check(
     device: Device = "auto",
-    small: Annotated[bool, typer.Option("--small", help="Small shapes only, for a sanitizer.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    small: Annotated[bool, typer.Option("--small", help="Small shapes only: for a sanitizer, or a CPU.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the inputs; of the first program of a soak.")] = None,
     save: Annotated[Path, typer.Option(help="Where the first input that fails is written.")] = Path("check-failed.npz"),
     replay: Annotated[Path | None, typer.Option(help="Run one saved input again instead.")] = None,
+    soak: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="MINUTES", help="Instead: random programs of whole caches against plain decoding, so long."
+        ),
+    ] = None,
+    soak_seed: Annotated[
+        int | None, typer.Option(min=0, metavar="SEED", help="Instead: the one program of a soak with this seed.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Every kernel, every format and a list of shapes: whether this device leaves the right bytes."""
+    """Every kernel, every format and a list of shapes: whether this device leaves the right bytes.
+
+    With --soak MINUTES (1.5 is fine) random programs run on random models instead: caches
+    that are born and closed, steps, graphs, rounds, rollbacks and batches on two threads.
+    Each call must do, or refuse, what is foreseen, and leave the bytes of plain decoding.
+    What is found is told with the seed that --soak-seed takes to run that program alone;
+    --seed is that of the first program, drawn if it is not given. Ctrl-C ends it with the
+    report so far. Under 1 GB on the device, so it may run beside other work.
+
+    Exit status: 0 nothing was found, 1 something was, 130 it was interrupted before.
+    """
+    if soak is not None or soak_seed is not None:
+        if replay is not None:
+            raise ConfigError("--soak and --soak-seed do not go with --replay")
+        status = cli_soak.soak(_opener(device), soak, soak_seed, seed, small=small, as_json=as_json)
+        raise typer.Exit(status)
     from memra_driver import check as checks
     from memra_driver import nvrtc
 
+    seed = seed or 0
     done = []
     try:
         with _device(device, arena=False) as e:
@@ -270,6 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # standard output, as every file of ours is named in a MemraError
         print(f"memra-driver: {error.strerror or error}", file=sys.stderr)
         return 2
+    except ImportError as error:  # of what a command needs and `info` does without
+        print(f"memra-driver: {error}: pip install {(error.name or '').partition('.')[0]}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -281,28 +309,47 @@ def _model(name: str) -> ModelConfig:
     return ModelConfig.load(name)
 
 
-@contextmanager
-def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
-    """The device that --device names; auto is the first GPU that can be used, else the host."""
-    from memra_driver.inventory import usable_gpu
+def _opener(name: str) -> Callable[[bool], Any]:
+    """What makes device objects, with an arena or without, of the device that --device names."""
     from memra_driver.kvdev import CudaDev, HostDev
 
     kind, _, number = name.partition(":")
+    ordinal = int(number or 0) if kind == "cuda" and (number.isdecimal() or name == "cuda") else None
     if name == "auto":
-        trouble = usable_gpu()
-        if trouble:
-            print(f"memra-driver: on the host: {trouble}", file=sys.stderr)
-        e: Any = HostDev(arena=arena) if trouble else CudaDev(arena=arena)
-    elif name == "host":
-        e = HostDev(arena=arena)
-    elif kind == "cuda" and (number.isdecimal() or name == "cuda"):
-        e = CudaDev(int(number or 0), arena=arena)
-    else:
+        ordinal = _first_gpu()
+    elif name != "host" and ordinal is None:
         raise ConfigError(f"--device {name}: it takes auto, cuda:N or host")
+    if ordinal is None:
+        return lambda arena: HostDev(arena=arena)
+    return lambda arena: CudaDev(ordinal, arena=arena)
+
+
+@contextmanager
+def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
+    """The device that --device names; auto is the first GPU that can be used, else the host."""
+    e = _opener(name)(arena)
     try:
         yield e
     finally:
         e.close()
+
+
+def _first_gpu() -> int | None:
+    """The number of the first GPU that can be used; None, when it has said why, where there is none."""
+    from memra_driver import driver
+    from memra_driver.inventory import usable_gpu
+    from memra_driver.kvdev import CudaDev
+
+    trouble = usable_gpu()
+    for ordinal in range(0 if trouble else driver.device_get_count()):
+        try:
+            CudaDev(ordinal).close()
+        except MemraError as error:
+            print(f"memra-driver: without cuda:{ordinal}: {error}", file=sys.stderr)
+        else:
+            return ordinal
+    print(f"memra-driver: on the host{': ' if trouble else ''}{trouble}", file=sys.stderr)
+    return None
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 
 from memra_driver.config_files import MAX_LAYERS, Source, is_gguf, read_gguf, read_hf
 from memra_driver.errors import ConfigError
+from memra_driver.gguf_header import shown_key
 
 _U32_MAX = 2**32 - 1
 _F32_MAX = 3.4028234663852886e38
@@ -392,7 +393,8 @@ class ModelConfig:
         except ConfigError as error:
             name, _, problem = str(error).partition(": ")
             field, bracket, index = name.partition("[")
-            raise ConfigError(f"{source.where}: {source.keys.get(field, field)}{bracket}{index}: {problem}") from None
+            key = shown_key(source.keys.get(field, field))
+            raise ConfigError(f"{source.where}: {key}{bracket}{index}: {problem}") from None
 
 
 @functools.cache

@@ -203,9 +203,10 @@ class _Json:
         self.keys: dict[str, str] = {}
         try:
             with _open(where) as file:
-                text = file.read(MAX_JSON_BYTES + 1)
-            if len(text) > MAX_JSON_BYTES:
-                raise ConfigError(f"{where}: more than {MAX_JSON_BYTES >> 20} MiB, too long for a config.json")
+                size = os.fstat(file.fileno()).st_size  # what is asked for is also reserved
+                if size > MAX_JSON_BYTES:
+                    raise ConfigError(f"{where}: more than {MAX_JSON_BYTES >> 20} MiB, too long for a config.json")
+                text = file.read(size)
             top = json.loads(text.decode("utf-8-sig"), parse_constant=refuse)
         except ConfigError:
             raise
@@ -264,7 +265,7 @@ def read_hf(path: str | os.PathLike[str]) -> Source:
     config = _Json(os.path.join(where, "config.json") if os.path.isdir(where) else where)
     u32, real = config.u32, config.real
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or len(model_type) > 100:
+    if not isinstance(model_type, str) or len(model_type) > 100 or not model_type.isprintable():
         config.fail("model_type", "missing, or not a name")
     if model_type.startswith(_HF_PER_LAYER):
         config.fail("model_type", f"the layers of {model_type!r} differ in size; use its GGUF file or a preset")

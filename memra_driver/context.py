@@ -163,6 +163,11 @@ class CudaContext(Closing):
         """Bytes allocated through this object and not freed."""
         return sum(list(self._held.values()))
 
+    @property
+    def live_count(self) -> int:
+        """Allocations, streams and events made through this object and not given back."""
+        return len(self._held)
+
     def attribute(self, name: str) -> int:
         """A device attribute by what follows CU_DEVICE_ATTRIBUTE_."""
         return driver.device_get_attribute(name, self._device)
@@ -195,6 +200,12 @@ class CudaContext(Closing):
             driver.mem_pool_get_attribute("RESERVED_MEM_CURRENT", pool),
             driver.mem_pool_get_attribute("USED_MEM_CURRENT", pool),
         )
+
+    def available(self) -> tuple[int, int]:
+        """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
+        free, total = self.memory_info()
+        reserved, used = self.pool_info()
+        return free + reserved - used, total
 
     def enable_peer(self, other: CudaContext) -> bool:
         """Lets this device read and write the other's memory directly; False where the two cannot.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from . import driver
 from .context import CudaContext, in_a_fork
 from .dlpack import NO_SYNC
-from .errors import ArrayError, DeviceMismatch, ExportError, MemraError, StateError
+from .errors import ArrayError, DeviceMismatch, DriverOutOfMemory, ExportError, MemraError, StateError
 from .interop import LEGACY_STREAM, PER_THREAD_STREAM, same_stream, stream_handle
 from .memory import Closing, CudaSlice, CudaView, HostMemory, Memory, check_contiguous, run_all
 
@@ -167,10 +167,21 @@ class CudaStream(Closing):
         self.refuse_in_capture("an allocation")
         self.context.bind_alive()
         handle = self.handle
-        ptr = driver.mem_alloc_async(nbytes, handle) if self.context.pools else driver.mem_alloc(nbytes)
+        try:
+            ptr = driver.mem_alloc_async(nbytes, handle) if self.context.pools else driver.mem_alloc(nbytes)
+        except DriverOutOfMemory as error:
+            raise self._full(error) from None
         self._live[ptr] = nbytes
         self.context._hold("memory", ptr, nbytes)
         return ptr
+
+    def _full(self, error: DriverOutOfMemory) -> DriverOutOfMemory:
+        """The error, with what the device has."""
+        with contextlib.suppress(MemraError):
+            free, total = self.context.available()
+            room = f"cuda:{self.device} has {free} of {total} bytes free; nvidia-smi says who holds the rest"
+            return DriverOutOfMemory(error.call, error.code, error.name, f"{error.detail}; {room}")
+        return error
 
     def free_bytes(self, ptr: int, nbytes: int) -> None:
         """Frees in stream order; without memory pools it waits for the stream first. Does nothing in a fork.

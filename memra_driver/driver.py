@@ -26,6 +26,20 @@ ILLEGAL_ADDRESS = 700
 CONTEXT_IS_DESTROYED = 709
 SYSTEM_DRIVER_MISMATCH = 803
 COMPAT_NOT_SUPPORTED_ON_DEVICE = 804
+# What to do about it, where the driver does not say. memra_error.c has the same.
+_RELOAD = "reload NVIDIA's kernel modules (nvidia-modprobe -u -c 0), or restart the machine"
+_CODE = "the cubin is of another GPU, or of an NVRTC newer than the driver: update the driver; see memra-driver info"
+ADVICE = {
+    STUB_LIBRARY: "put the driver's own libcuda.so.1 before the toolkit's stub",
+    46: "another process holds the GPU in exclusive mode, or its mode is prohibited: nvidia-smi -q -d COMPUTE",
+    100: "nvidia-smi -L lists the GPUs; CUDA_VISIBLE_DEVICES may hide them, and a container must be given them",
+    101: "nvidia-smi -L lists the GPUs; CUDA_VISIBLE_DEVICES may hide some, and numbers them from 0",
+    200: _CODE, 209: _CODE, 218: _CODE, 222: _CODE,
+    802: "nvidia-fabricmanager must run on this machine",
+    SYSTEM_DRIVER_MISMATCH: f"the driver was updated and its kernel module was not: {_RELOAD}",
+    COMPAT_NOT_SUPPORTED_ON_DEVICE: "remove the CUDA compatibility package, or update the driver",
+    999: _RELOAD,
+}  # fmt: skip
 # After one of these every later call on the context fails too: illegal address, assert, hardware stack, illegal
 # instruction, misaligned address, address space, program counter, launch failure.
 STICKY = frozenset({700, 710, 714, 715, 716, 717, 718, 719})
@@ -92,12 +106,14 @@ def _failure(call: str, status: Any) -> DriverError:
     detail = meaning.split(". ")[0].rstrip(".")
     if code in STICKY:
         detail += "; the error is sticky: the context is lost, end this process"
+    if code in ADVICE:
+        detail += f"; {ADVICE[code]}"
     if code == OUT_OF_MEMORY:
         return DriverOutOfMemory(call, code, name, detail)
     if code == ILLEGAL_ADDRESS:
         return IllegalAddress(call, code, name, detail)
     if code == STUB_LIBRARY:
-        return NoDriver(call, code, name, f"{detail}; put the driver's own libcuda.so.1 before the toolkit's stub")
+        return NoDriver(call, code, name, detail)
     if code in (SYSTEM_DRIVER_MISMATCH, COMPAT_NOT_SUPPORTED_ON_DEVICE):
         return UnsupportedDriver(call, code, name, detail)
     return DriverError(call, code, name, detail)
@@ -164,6 +180,11 @@ def device_get(ordinal: int) -> int:
 def device_get_name(device: int) -> str:
     raw: bytes = _call("cuDeviceGetName", 256, device, shown=device)
     return raw.partition(b"\0")[0].decode(errors="replace")
+
+
+def device_total_mem(device: int) -> int:
+    """Bytes of its memory; needs no context."""
+    return int(_call("cuDeviceTotalMem", device, shown=device))
 
 
 def device_get_attribute(name: str, device: int) -> int:

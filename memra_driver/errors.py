@@ -40,7 +40,7 @@ class SnapshotError(MemraError):
 
 
 class UnsupportedError(MemraError):
-    """A legal geometry for which this operation has no kernel."""
+    """A legal geometry for which this operation has no kernel, or a GPU for which there is none."""
 
 
 class KitError(MemraError, ValueError):

@@ -24,6 +24,11 @@ _WINDOW = 1 << 16  # bytes that the file is read by
 _U32_MAX = 2**32 - 1
 
 
+def shown_key(key: str) -> str:
+    """A key of a stranger's file, for a message: cut and escaped where it is long or holds control characters."""
+    return key if len(key) <= 100 and key.isprintable() else f"{key[:100]!a}.."
+
+
 class GgufHeader:
     """What an open GGUF file says about its model. `where` is how messages name the file.
 
@@ -78,8 +83,7 @@ class GgufHeader:
         self.arch = self._text("general.architecture")
 
     def fail(self, key: str, problem: str) -> NoReturn:
-        shown = key if len(key) <= 100 and key.isprintable() else f"{key[:100]!a}.."
-        raise ConfigError(f"{self.where}: {shown}: {problem}")
+        raise ConfigError(f"{self.where}: {shown_key(key)}: {problem}")
 
     # The cursor.
 

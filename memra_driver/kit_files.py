@@ -27,7 +27,8 @@ Entry = dict[str, Any]  # of the manifest: a case, a step, or an array
 FORMAT = "memra-kit-1"
 MANIFEST, SCHEMA, SPEC = "manifest.json", "manifest.schema.json", "SPEC.md"
 MAX_MANIFEST_BYTES = 64 << 20
-MAX_FILE_BYTES = 512 << 20
+MAX_FILE_BYTES = 512 << 20  # of all files together
+MAX_ARRAY_BYTES = 1 << 30  # of all arrays together, each range of a file counted once: what is hashed
 DTYPES = {"u8": np.uint8, "u16": np.uint16, "i32": np.int32, "i64": np.int64, "f32": np.float32}
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 ALIGN = 16  # every array of a file begins at a multiple
@@ -89,6 +90,11 @@ class Kit:
             raise KitError(f"{self.folder / MANIFEST}: {problem}")
         self.cases: list[Entry] = self.manifest["cases"]
         self._files: dict[str, bytes] = {}
+        self._digests: dict[tuple[str, int, int], str] = {}  # of ranges of files, which arrays may share
+        self._hashed = 0  # bytes of them
+        total = sum(entry["bytes"] for entry in self.manifest["files"])
+        if total > MAX_FILE_BYTES:
+            raise KitError(f"{self.folder / MANIFEST}: files of {total} bytes; at most {MAX_FILE_BYTES} are read")
         for entry in self.manifest["files"]:
             if entry["name"] in self._files:
                 raise KitError(f"{self.folder / MANIFEST}: {entry['name']} is listed twice")
@@ -135,6 +141,15 @@ class Kit:
             raise KitError(f"{path} changed while it was read")
         return raw
 
+    def _digest(self, entry: Entry, where: str) -> str:
+        key = entry["file"], entry["offset"], entry["bytes"]
+        if key not in self._digests:
+            self._hashed += entry["bytes"]
+            if self._hashed > MAX_ARRAY_BYTES:
+                raise KitError(f"{where}: with it the arrays have {self._hashed} bytes; at most {MAX_ARRAY_BYTES}")
+            self._digests[key] = fnv1a64(self.array(entry))
+        return self._digests[key]
+
     def _check_arrays(self, case: str, holder: Entry) -> None:
         taken: set[tuple[str, str]] = set()
         for entry in holder.get("arrays", ()):
@@ -151,7 +166,7 @@ class Kit:
                 raise KitError(f"{where}: {entry['bytes']} bytes are not {entry['shape']} of {entry['dtype']}")
             if entry["offset"] % ALIGN or entry["offset"] + entry["bytes"] > len(self._files[entry["file"]]):
                 raise KitError(f"{where}: {entry['bytes']} bytes at {entry['offset']} do not lie in {entry['file']}")
-            found = fnv1a64(self.array(entry))
+            found = self._digest(entry, where)
             if found != entry["fnv1a64"]:
                 raise KitError(f"{where}: its digest is {found}, the manifest says {entry['fnv1a64']}")
 

@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from memra_driver import driver, reference, reference_attend
+from memra_driver import driver, nvrtc, reference, reference_attend
 from memra_driver.context import in_a_fork
 from memra_driver.device import CudaContext, CudaEvent, CudaSlice, CudaStream, HostMemory
-from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError
+from memra_driver.errors import AbiError, ArrayError, ConfigError, DeviceMismatch, StateError, UnsupportedError
 from memra_driver.graph import CudaGraph, Graph, HostGraph, capture_cuda, recording
 from memra_driver.interop import same_stream
 from memra_driver.kernels import KERNELS
@@ -117,6 +117,21 @@ class _SliceDev:
     def set_i32_one(self, d: CudaSlice, v: int) -> None:
         d.view(0, 1).copy_from(np.array([v], np.int32))
 
+    def live(self) -> tuple[int, int]:
+        """(things, bytes) that were made on this device object and not given back, beside what it keeps till its end.
+
+        Things are allocations; on a GPU streams and events too.
+        """
+        kept = [each for each in (*self._scratch, *self._kept()) if each is not None and each.nbytes]
+        things, n_bytes = self._held()
+        return things - len(kept), n_bytes - sum(each.nbytes for each in kept)
+
+    def _held(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _kept(self) -> list[CudaSlice | None]:
+        return [self._count]
+
     def attend_scratch(self, n_bytes: int) -> CudaSlice:
         """Room for the partial sums of attention, shared by all caches of this device.
 
@@ -174,7 +189,8 @@ class CudaDev(_SliceDev):
     stream: None makes a non-blocking one; else an int handle, an object with `__cuda_stream__`, a
     torch or CuPy stream, which stays the caller's. context: a CudaContext to share. arena=False:
     every plane is an allocation of its own, so that a memory checker sees each overrun.
-    One owner thread at a time. Raises NoDriver (says what to install), UnsupportedDriver, DriverError.
+    One owner thread at a time. Raises NoDriver (says what to install), UnsupportedDriver, DriverError;
+    UnsupportedError for a GPU older than the kernels need.
     """
 
     prepares = True
@@ -189,11 +205,13 @@ class CudaDev(_SliceDev):
         self.context = CudaContext(device) if context is None else context
         self._owns_context = context is None
         try:
+            self.arch = self.context.arch
+            if nvrtc.is_too_old(self.arch):
+                raise UnsupportedError(f"cuda:{device} ({self.context.name()}) is {nvrtc.too_old(self.arch)}")
             self.stream = stream if isinstance(stream, CudaStream) else CudaStream(self.context, stream)
             if self.stream.device != device:
                 raise DeviceMismatch(f"the stream given is of cuda:{self.stream.device}, not of cuda:{device}")
             self._owns_stream = self.stream is not stream
-            self.arch = self.context.arch
             self.kernels = KernelSet(self.arch, driver.device_get(device))
         except BaseException:
             if self._owns_context:
@@ -261,9 +279,13 @@ class CudaDev(_SliceDev):
 
     def mem_info(self) -> tuple[int, int]:
         """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
-        free, total = self.context.memory_info()
-        reserved, used = self.context.pool_info()
-        return free + reserved - used, total
+        return self.context.available()
+
+    def _held(self) -> tuple[int, int]:
+        return self.context.live_count, self.context.live_bytes
+
+    def _kept(self) -> list[CudaSlice | None]:
+        return [self._count, self._table]
 
     def synchronize(self) -> None:
         """Waits for the stream."""
@@ -321,7 +343,7 @@ class HostDev(_SliceDev):
 
     def __init__(self, *, arena: bool = True) -> None:
         self.arena = arena
-        self.memory = HostMemory()
+        self.memory: HostMemory = HostMemory()
         self._scratch = []
 
     def __repr__(self) -> str:
@@ -380,6 +402,9 @@ class HostDev(_SliceDev):
             return None, None
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         return sizes.get("MemAvailable"), sizes.get("MemTotal")
+
+    def _held(self) -> tuple[int, int]:
+        return self.memory.live_count, self.memory.live_bytes
 
     def synchronize(self) -> None:
         """Nothing is ever outstanding."""

@@ -109,6 +109,11 @@ class HostMemory:
         """Bytes allocated and not freed."""
         return sum(array.nbytes - ALIGNMENT for array in list(self._live.values()))
 
+    @property
+    def live_count(self) -> int:
+        """Allocations that were not freed."""
+        return len(self._live)
+
     def alloc_bytes(self, nbytes: int) -> int:
         array = np.empty(nbytes + ALIGNMENT, np.uint8)
         ptr = -(-array.ctypes.data // ALIGNMENT) * ALIGNMENT

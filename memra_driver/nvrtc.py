@@ -9,6 +9,7 @@ first compile, never by this import.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -29,9 +30,11 @@ SCHEMA = 1  # raise it when the shape of a key or of a cache entry changes
 OPTIONS = ("--std=c++17",)
 NEED_NVRTC = "'cuda-toolkit[nvrtc]==13.*' (or 12.*, as cuda-python)"
 ELF = b"\x7fELF"
+NOT_KEPT = "compiled kernels cannot be kept, every process compiles anew; set MEMRA_CACHE_DIR to a folder of yours"
 DIGEST_BYTES = 32  # a cache entry is the cubin, then its SHA-256
 
 PIPE_ARCH = "sm_90"  # the arch that attend_pipe.cu is for: others have the portable text of attention alone
+OLDEST_ARCH = 80  # of sm_80: bf16 and f16 products, asynchronous copies
 HOST_ONLY = ("memra_api.h",)  # which memra_driver.h includes for C compilers alone: no kernel depends on it
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d+[af]?")
@@ -142,7 +145,25 @@ def _store_entry(path: Path, cubin: bytes) -> None:
     try:
         write_whole(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:
-        log.debug("the cubin cache cannot be written: %s", error)
+        _tell_once(f"{path.parent}: {error.strerror or error}: {NOT_KEPT}")
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.warning(text)
+
+
+def cache_trouble() -> str:
+    """Why nothing can be kept in the cache folder, "" where it can. Makes the folder."""
+    folder = cache_dir()
+    if folder is None:
+        return f"there is no home folder: {NOT_KEPT}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}: {NOT_KEPT}"
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -199,6 +220,36 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def supported_archs() -> list[int]:
+    """What this NVRTC compiles for, as in 90 for sm_90, ascending. Raises NoDriver where there is none."""
+    return sorted(map(int, _output("nvrtcGetSupportedArchs")))
+
+
+def is_too_old(arch: str) -> bool:
+    """Whether the kernels need a younger GPU than one of this architecture."""
+    return _number(arch) < OLDEST_ARCH
+
+
+def too_old(arch: str) -> str:
+    """What to say of a GPU that is."""
+    return f"{arch}; the kernels need sm_{OLDEST_ARCH} or newer (Ampere, 2020). HostDev needs no GPU"
+
+
+def too_new(arch: str) -> str:
+    """Why this NVRTC cannot compile for a GPU and what to do, "" where it can."""
+    known = supported_archs()
+    if _number(arch) in known:
+        return ""
+    return (
+        f"NVRTC {'.'.join(map(str, version()))} compiles for sm_{known[0]} .. sm_{known[-1]}, not for {arch}: "
+        f"pip install --upgrade {NEED_NVRTC}"
+    )
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
 def library_path() -> str | None:
     """Where NVRTC was loaded from; None where that cannot be told. Raises NoDriver where there is none."""
     version()
@@ -232,8 +283,10 @@ def _compile(source: str, target: str, get: str, folder: Path | None) -> bytes:
         status = _nvrtc("nvrtcCompileProgram", program, len(options), [option.encode() for option in options])[0]
         if status:
             told = _bytes_of(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0 \n")
+            new = too_new(target.replace("compute_", "sm_"))
             raise CompileError(
-                f"NVRTC {version()[0]}.{version()[1]} refused {source} for {target}: {status.name}",
+                f"NVRTC {version()[0]}.{version()[1]} refused {source} for {target}: {status.name}"
+                + (f"; {new}" if new else ""),
                 told.decode(errors="replace"),
                 tuple(options),
             )

@@ -306,11 +306,17 @@ def attend(
     prepare(e, cache, "attend", il, (scale, window), given, source, None, rows, launches)
 
 
+F32_END = 2.0**128 - 2.0**103  # from here on a double rounds to infinity
+
+
 def _number(name: str, value: Any) -> float:
     """A factor as a float; what the driver would choke on, once the step was noted, is refused here."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise ConfigError(f"{name} is {value!r}; it is a number")
-    return float(value)
+    found = float(value)
+    if not abs(found) < F32_END:
+        raise ConfigError(f"{name} is {found}; it is a finite f32")
+    return found
 
 
 def tap_write(e: Any, cache: Cache, il: int, residual: Any) -> None:

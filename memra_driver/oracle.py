@@ -231,19 +231,24 @@ def attend(a: Args) -> None:
     report_rows(a, NONFINITE, first, ~finite)
     part = a["part"].reshape(rows, heads, GROUPS, dim + TAIL)[..., : dim + 2]
     for row in range(rows):
-        stop = first + row + 1
-        start = max(0, stop - a["window"]) if a["window"] else 0
-        keys = rows_of(a, "k", start, stop, a["n_head_kv"] * a["head_dim_k"]).reshape(stop - start, a["n_head_kv"], -1)
-        values = rows_of(a, "v", start, stop, a["n_head_kv"] * dim).reshape(stop - start, a["n_head_kv"], dim)
-        with np.errstate(all="ignore"):
-            score = a["scale"] * np.einsum("hgd,khd->hgk", q[row], keys)
-            weight = np.exp(score - score.max(axis=2, keepdims=True))
-            result = np.einsum("hgk,khd->hgd", weight / weight.sum(axis=2, keepdims=True), values)
-        part[row, :] = 0
+        part[row] = 0
         part[row, :, :, dim] = -np.inf
-        group = (stop - 1) // TILE % GROUPS
-        part[row, :, group, :dim] = result.reshape(heads, dim)
+        group = (first + row) // TILE % GROUPS
+        part[row, :, group, :dim] = attended(a, q[row], first + row)
         part[row, :, group, dim:] = (0, 1)
+
+
+def attended(a: Args, q: F64, last: int) -> F64:
+    """(n_head, head_dim_v): what the queries of a row at position `last` see; q (n_head_kv, gqa, head_dim_k)."""
+    kv_heads, dim = a["n_head_kv"], a["head_dim_v"]
+    start = max(0, last + 1 - a["window"]) if a["window"] else 0
+    keys = rows_of(a, "k", start, last + 1, kv_heads * a["head_dim_k"]).reshape(-1, kv_heads, a["head_dim_k"])
+    values = rows_of(a, "v", start, last + 1, kv_heads * dim).reshape(-1, kv_heads, dim)
+    with np.errstate(all="ignore"):
+        score = a["scale"] * np.einsum("hgd,khd->hgk", q, keys)
+        weight = np.exp(score - score.max(axis=2, keepdims=True))
+        result = np.einsum("hgk,khd->hgd", weight / weight.sum(axis=2, keepdims=True), values)
+    return np.asarray(result.reshape(-1, dim), np.float64)
 
 
 def attend_combine(a: Args) -> None:

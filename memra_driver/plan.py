@@ -51,6 +51,10 @@ def check_fence(fence: Sequence[int], cfg: ModelConfig) -> tuple[int, ...]:
     ends = f"{cfg.n_layer}" if cfg.n_trunk == cfg.n_layer else f"{cfg.n_layer} or {cfg.n_trunk}"
     if not all(isinstance(bound, int) for bound in bounds) or len(bounds) < 2:
         raise ConfigError(f"fence {list(fence)} must be at least two layer numbers")
+    if len(bounds) - 1 > cfg.n_layer:
+        raise ConfigError(
+            f"{len(bounds) - 1} stages for {cfg.n_layer} layers: every stage owns at least one layer"
+        )
     if bounds[0] != 0:
         raise ConfigError(f"fence {list(bounds)} starts at {bounds[0]}; it must start at 0")
     if bounds[-1] not in (cfg.n_layer, cfg.n_trunk):
@@ -210,6 +214,8 @@ class CachePlan:
                     raise ConfigError(f"layer {il}: conv_dim is {ssm.conv_dim} channels; at most {MAX_INT}")
         if self.options.reserve_taps is not None:
             layer_ids, _ = self.options.reserve_taps
+            if len(layer_ids) > cfg.n_layer:
+                raise ConfigError(f"reserve_taps names {len(layer_ids)} layers; the model has {cfg.n_layer}")
             for il in layer_ids:
                 if not 0 <= il < cfg.n_layer:
                     raise ConfigError(f"reserve_taps names layer {il}; layers are 0 .. {cfg.n_layer - 1}")

@@ -162,13 +162,16 @@ class Round:
     def _commit_layer(
         self, e: Any, il: int, layer: RecurLayer, count: Any, accept: int, rows: int, *, swap: bool
     ) -> list[Action]:
-        """The state of one layer after the accepted rows; without `swap` always in place."""
+        """The state of one layer after the accepted rows; without `swap` always in place.
+
+        A count that cannot be is reported once a device, by the counters: they know the position.
+        """
         cache = self.cache
 
         def rescan() -> tuple[Any, ...]:
             _, *tape = cache.tape(il, rows)
             sizes = layer.num_v, layer.state_size, 1.0
-            return *tape, state, state, None, None, count, taken, *sizes, None, 1, cache.health_d(il), il
+            return *tape, state, state, None, None, count, taken, *sizes, None, 1, None, il
 
         if not layer.step_ops & _SCAN or (swap and accept == rows):
             return []
@@ -212,7 +215,7 @@ class Round:
                 x, ring = (planes.span(name, first, last, d) for name in ("tape", "conv_state"))
                 apart = [planes.apart(name, first, run[1], d) for name in ("tape", "conv_state")]
             sizes = rows, layer.conv_dim, layer.d_conv, len(run)
-            return x, ring, ring, count, accept, *sizes, *apart, cache.health_d(first), first
+            return x, ring, ring, count, accept, *sizes, *apart, None, first
 
         key, fresh = ("rebuild", first, last, len(run), rows), {"accept_d": count, "accept": accept}
         return enqueue(layer.owner, cache, key, "conv_ring_rebuild", args, fresh)

@@ -6,8 +6,6 @@ oracle: it decodes one token at a time on a cache of its own and keeps every sta
 
 from __future__ import annotations
 
-import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +15,13 @@ from memra_driver import ops
 from memra_driver.cache import Cache
 from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig
 from memra_driver.formats import FormatPolicy
+from memra_driver.soak_lane import rows_of
+from memra_driver.soak_look import addresses, beside, device_counters, image, planes, scalars
+
+__all__ = [
+    "HISTORY_TOKENS", "POLICY", "TINY_SSM", "Feed", "History", "addresses", "attention_only", "beside",
+    "device_counters", "gemma", "image", "planes", "put", "rows_of", "scalars", "sequence", "tiny",
+]  # fmt: skip
 
 POLICY = FormatPolicy()
 TINY_SSM = SsmConfig(conv_kernel=4, state_size=32, time_step_rank=2, group_count=1)
@@ -57,18 +62,6 @@ def put(e: Any, array: np.ndarray[Any, Any]) -> Any:
         raise AssertionError(flat.dtype)
     slice_.copy_from(flat)
     return slice_
-
-
-def rows_of(seed: int, il: int, name: str, start: int, count: int, columns: int) -> np.ndarray[Any, Any]:
-    """[count, columns] unit-normal f32: the same row for the same position, whatever the call."""
-    rows = [_row(seed, il, name, start + t, columns) for t in range(count)]
-    return np.stack(rows) if rows else np.empty((0, columns), np.float32)
-
-
-@functools.lru_cache(1 << 14)
-def _row(seed: int, il: int, name: str, position: int, columns: int) -> np.ndarray[Any, Any]:
-    random = np.random.default_rng([seed, il, zlib.crc32(name.encode()), position])
-    return random.standard_normal(columns, np.float32)
 
 
 class Feed:
@@ -122,75 +115,6 @@ class Feed:
 
     def _rows(self, il: int, name: str, rows: int, columns: int, seed: int | None) -> np.ndarray[Any, Any]:
         return rows_of(self.seed if seed is None else seed, il, name, self.cache.pos, rows, columns)
-
-
-def scalars(cache: Cache) -> dict[str, Any]:
-    """Every number of the cache that is no address."""
-    numbers: dict[str, Any] = {
-        name: getattr(cache, name) for name in ("pos", "max_ctx", "step_rows", "replay_to", "generation", "id", "state")
-    }
-    for il, layer in enumerate(cache.kv):
-        if layer is not None:
-            numbers[f"{il}.len"], numbers[f"{il}.ops"] = layer.len, layer.step_ops
-    for il, state in enumerate(cache.recur):
-        if state is not None:
-            numbers[f"{il}.swaps"], numbers[f"{il}.ops"] = state.swaps, state.step_ops
-    return numbers
-
-
-def planes(cache: Cache) -> dict[str, Any]:
-    """Every live slice by name; states by handle, as they stand now."""
-    found: dict[str, Any] = {}
-    for il, layer in enumerate(cache.kv):
-        if layer is not None:
-            found |= {f"{il}.{name}": getattr(layer, name) for name in ("k", "v", "len_d")}
-    for il, state in enumerate(cache.recur):
-        if state is not None:
-            found |= {f"{il}.{name}": getattr(state, name) for name in ("conv_state", "ssm_state", "ssm_state_alt")}
-    for il in range(cache.cfg.n_layer):
-        d = cache.plan.device_of(il)
-        found |= {f"device{d}.pos_d": cache.pos_d(il), f"device{d}.health": cache.health_d(il)}
-    return found
-
-
-def addresses(cache: Cache) -> dict[str, int]:
-    """The address of every slice; the two states of a layer in ascending order, since their handles swap."""
-    found = {name: plane.ptr for name, plane in planes(cache).items()}
-    for il, state in enumerate(cache.recur):
-        if state is not None:
-            pair = sorted((state.ssm_state.ptr, state.ssm_state_alt.ptr))
-            found[f"{il}.ssm_state"], found[f"{il}.ssm_state_alt"] = pair
-    return found
-
-
-def image(cache: Cache, *snapshots: Any) -> dict[str, Any]:
-    """Everything that a refusal must leave as it is: all bytes, all scalars, the handles; snapshots too."""
-    seen = scalars(cache)
-    for name, plane in planes(cache).items():
-        seen[f"{name}.ptr"], seen[f"{name}.bytes"] = plane.ptr, plane.to_numpy().tobytes()
-    for number, snap in enumerate(snapshots):
-        seen[f"snap{number}"] = (list(snap.kv_len), snap.pos, snap.generation, snap.invalid)
-        for name, kept in (("conv", snap.conv), ("ssm", snap.ssm)):
-            seen[f"snap{number}.{name}"] = [None if each is None else each.to_numpy().tobytes() for each in kept]
-    return seen
-
-
-def beside(cache: Cache) -> dict[str, Any]:
-    """What `image` leaves out: every buffer by name and address, parked logits, and the tap sink."""
-    logits, sink, c = cache.last_logits_dev, cache.dflash_taps, cache.as_c().contents
-    seen: dict[str, Any] = {"regions": cache.regions(), "round": cache.open_round, "logits_at": cache.logits_at}
-    seen["present"] = c.last_logits_dev.present, c.dflash_taps.present
-    if logits is not None:
-        seen["logits"] = logits.ptr, logits.to_numpy().tobytes()
-    if sink is not None:
-        seen["taps"] = list(sink.layer_ids), sink.hidden, sink.t, sink.buf.ptr, sink.buf.to_numpy().tobytes()
-    return seen
-
-
-def device_counters(cache: Cache) -> tuple[dict[int, int], set[int]]:
-    """len_d by layer, and the set of pos_d over the devices."""
-    lens = {il: int(layer.len_d.to_numpy()[0]) for il, layer in enumerate(cache.kv) if layer is not None}
-    return lens, {int(cache.pos_d(il).to_numpy()[0]) for il in range(cache.cfg.n_layer)}
 
 
 def sequence(cache: Cache) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ have one name and never share a process.
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
 import os
@@ -21,6 +20,7 @@ import gpu_results
 import numpy as np
 import pytest
 import standin as standin_module
+import tally
 import through_c
 from checks import close
 
@@ -35,10 +35,10 @@ THROUGH_C = {
     f"test_{name}"
     for name in (
         "attend_layers", "batch", "cache", "cache_sequence", "driver_faults", "driver_laws", "fault_ends",
-        "fault_runs", "graph", "graph_rules", "graph_walk", "health", "hostile_callers", "kernels", "kernels_batch",
-        "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results", "pipeline",
-        "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules", "snapshots",
-        "stages", "steps", "taps", "threads",
+        "fault_runs", "graph", "graph_rules", "graph_walk", "health", "health_matrix", "hostile_callers", "kernels",
+        "kernels_batch", "kernels_recurrent", "kit", "late_reads", "many_layers", "ops", "ops_arguments", "ops_results",
+        "pipeline", "programs", "recur_step", "replayed_clock", "rollback", "round", "round_calls", "round_rules",
+        "snapshots", "special_values", "stages", "steps", "taps", "threads",
     )
 }  # fmt: skip
 
@@ -56,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(tally)
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
@@ -121,20 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
-@pytest.fixture
-def count(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
-    """count("fault points", n): how many of them the test has tried; their sum stands at the end of the run."""
-    return lambda what, n: record_property(f"count:{what}", n)
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    counted: collections.Counter[str] = collections.Counter()
-    for report in terminalreporter.stats.get("passed", []):  # also those of other processes
-        for name, n in report.user_properties:
-            if name.startswith("count:") and report.when == "call":
-                counted[name.removeprefix("count:")] += n
-    for what, n in counted.items():
-        terminalreporter.write_line(f"{what} tried: {n}")
     config = terminalreporter.config
     if not config.getoption("--gpu"):
         whole = config.getoption("--deferred")

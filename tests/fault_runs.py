@@ -284,8 +284,6 @@ def sweep(stage: Stage, prepare: Callable[[Stage], Run], *, several: bool = Fals
     held = standin.live_count(), standin.live_graphs()
     run: Run | None = None
     for nth in range(1, len(calls) + 1):
-        if calls[nth - 2 : nth + 1] == ["node"] * 3:
-            continue  # of the nodes of a graph the first and the last
         if run is None:
             stage.begin()
             run = prepare(stage)

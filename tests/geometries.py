@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-from caches import POLICY
-from decoding import MAX_CTX, Player, Reads, hybrid, player_on
+from decoding import hybrid
 
 from memra_driver.config import Gemma4Config, ModelConfig, Step35Config
 from memra_driver.formats import FormatPolicy
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A model, its formats, and which K/V each attending layer reads through which window (0: all)."""
-
-    cfg: ModelConfig
-    reads: Reads
-    policy: FormatPolicy = field(default=POLICY)
-
-    def player(self, e: Any, max_ctx: int = MAX_CTX) -> Player:
-        return player_on(e, self.cfg, policy=self.policy, reads=self.reads, max_ctx=max_ctx)
+from memra_driver.soak_geometry import Geometry
 
 
 def gemma4() -> ModelConfig:

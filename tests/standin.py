@@ -77,7 +77,7 @@ def _key(command: Sequence[str], files: Sequence[Path]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _built(name: str, command: Sequence[str], inputs: Sequence[Path], read: Sequence[Path]) -> Path:
+def built(name: str, command: Sequence[str], inputs: Sequence[Path], read: Sequence[Path]) -> Path:
     """The output of `command inputs -o output`, made unless the same was made before. Safe in parallel."""
     folder = cache_dir() / _key(command, [*inputs, *read])
     output = folder / name
@@ -98,7 +98,7 @@ def build_driver(sanitized: bool = SANITIZED) -> Path:
     folder = TESTS / "fake_cuda"
     extra = ("-DMEMRA_CPU_SANITIZE", *SANITIZERS) if sanitized else ()
     command = ("gcc", *_DRIVER_FLAGS, *extra, "-shared", "-Wl,-soname,libcuda.so.1", "-pthread")
-    return _built("libcuda.so.1", command, sorted(folder.glob("*.c")), sorted(folder.glob("*.h")))
+    return built("libcuda.so.1", command, sorted(folder.glob("*.c")), sorted(folder.glob("*.h")))
 
 
 def build_kernels(sources: Sequence[Path] | None = None, sanitized: bool = SANITIZED) -> Path:
@@ -109,9 +109,9 @@ def build_kernels(sources: Sequence[Path] | None = None, sanitized: bool = SANIT
     command = ("g++", *_KERNEL_FLAGS, *extra, "-c")
     with ThreadPoolExecutor(2) as pool:
         objects = pool.map(
-            lambda source: _built(f"{source.stem}.o", command, [source], headers), [*sources, SHIM / "shim.cpp"]
+            lambda source: built(f"{source.stem}.o", command, [source], headers), [*sources, SHIM / "shim.cpp"]
         )
-        return _built("kernels.so", ("g++", "-shared", *(SANITIZERS if sanitized else ())), list(objects), [])
+        return built("kernels.so", ("g++", "-shared", *(SANITIZERS if sanitized else ())), list(objects), [])
 
 
 def sanitized_environment() -> dict[str, str] | None:

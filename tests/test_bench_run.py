@@ -15,6 +15,7 @@ from standin import StandIn
 
 from memra_driver import bench, bench_host, bench_peers, nvrtc, ops
 from memra_driver.bench_measure import ROTATION, UNMEASURED, Bench, watched
+from memra_driver.bench_raw import packed_launches
 from memra_driver.bench_report import rows_of
 from memra_driver.bench_rows import GROUPS, append_name, recurrent_name, step_name
 from memra_driver.bench_targets import judged
@@ -186,6 +187,18 @@ def test_a_watched_device_does_the_same_and_is_let_go(cuda: Any) -> None:
         assert a.to_numpy().tolist() == [0, 0, 0, 0]
     assert done == [("copy_bytes", a._ptr, b._ptr, 16)]
     assert not {"launch", "copy_bytes", "clear_bytes", "copy_many"} & set(vars(cuda))
+
+
+def test_what_an_operation_launches_is_packed_also_where_it_is_known_already(measuring: Bench) -> None:
+    kernels = {"attend": ["attend", "attend_combine"], "recur_step": ["recur_step"]}
+    with Workload(measuring, MODEL, tokens=40) as work:
+        for op in bench_host.HOST_OPS:
+            work.place(39, ahead=int(op == "attend"))
+            work.host_seconds(op)
+            packed = packed_launches(work, op)
+            assert [launch.name.rstrip("_0123456789") for launch in packed] == kernels.get(op, [op])
+            for launch in packed:
+                launch()
 
 
 def test_the_calls_from_c_are_those_of_the_library(result: dict[str, Any]) -> None:

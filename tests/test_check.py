@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standin as standin_module
+import tally
 import vectors_data
 
 from memra_driver import check, cli, driver, formats, kvdev, nvrtc, reference, reference_attend, reference_common
@@ -206,6 +207,7 @@ def test_what_a_packaged_vector_holds_is_what_check_asks_for(kernel: str, tmp_pa
             assert red.fault
         (green,) = check.run(e, [case], path)
         assert not green.fault
+        tally.add("vectors", len(case.want))
 
 
 def test_check_is_green_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tally
 from caches import POLICY, put, rows_of
 from cplan import CASES, SPREAD, library, new_cache
 from decoding import OPTIONS, TRUE, Lane, hybrid
@@ -89,22 +90,22 @@ CACHES: dict[str, Callable[[list[Any]], Cache]] = {
 @pytest.mark.parametrize("arena", [True, False], ids=["arena", "planes"])
 @pytest.mark.parametrize("name", CACHES)
 def test_each_call_of_the_birth_and_the_end_of_a_cache(
-    make_dev: MakeDev, standin: StandIn, count: Any, name: str, arena: bool, pools: bool
+    make_dev: MakeDev, standin: StandIn, name: str, arena: bool, pools: bool
 ) -> None:
     for ordinal in range(2):
         standin.set_attribute(ordinal, 115, int(pools))
     stage = Stage(make_dev, standin, devices=2, arena=arena)
     standin.trace_queries()
     born = lambda: CACHES[name](stage.devices)  # noqa: E731
-    count("fault points", births(standin, born))
-    count("fault points", ends(standin, born))
+    tally.add("fault points", births(standin, born))
+    tally.add("fault points", ends(standin, born))
     standin.trace_queries(False)
     stage.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", "two"])
 def test_each_call_of_the_birth_and_the_end_of_a_cache_of_the_library(
-    standin: StandIn, c_library: Any, count: Any, name: str
+    standin: StandIn, c_library: Any, name: str
 ) -> None:
     devices = [capi.device.LibraryDevice(library(), ordinal, stream=None) for ordinal in range(2)]
     case = CASES[name] if name in CASES else SPREAD[name]
@@ -118,8 +119,8 @@ def test_each_call_of_the_birth_and_the_end_of_a_cache_of_the_library(
             library().call("memra_cache_free", cache)
 
     standin.trace_queries()
-    count("fault points", births(standin, Made))
-    count("fault points", ends(standin, Made))
+    tally.add("fault points", births(standin, Made))
+    tally.add("fault points", ends(standin, Made))
     standin.trace_queries(False)
     for device in devices:
         device.close()
@@ -170,14 +171,14 @@ def with_logits(s: Stage) -> Cache:
 
 
 @pytest.mark.parametrize("name", OWNED)
-def test_each_call_of_the_end_of(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+def test_each_call_of_the_end_of(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin)
     if name.startswith("memra") and not is_through_c(stage.other.cache):
         stage.e.kernels.load_all()
         capi.device.library_device(stage.e)
     stage.begin()
     standin.trace_queries()
-    count("fault points", ends(standin, OWNED[name](stage)))
+    tally.add("fault points", ends(standin, OWNED[name](stage)))
     standin.trace_queries(False)
     stage.end()
     stage.close()
@@ -185,12 +186,12 @@ def test_each_call_of_the_end_of(make_dev: MakeDev, standin: StandIn, count: Any
 
 @pytest.mark.parametrize("way", ["same", "peer", "staged"])
 def test_each_call_of_the_birth_and_the_end_of_a_boundary(
-    make_dev: MakeDev, standin: StandIn, count: Any, way: str
+    make_dev: MakeDev, standin: StandIn, way: str
 ) -> None:
     devices = gpus(make_dev, standin, way)
     standin.trace_queries()
-    count("fault points", births(standin, lambda: Boundary(*devices, 8, 4)))
-    count("fault points", ends(standin, lambda: Boundary(*devices, 8, 4)))
+    tally.add("fault points", births(standin, lambda: Boundary(*devices, 8, 4)))
+    tally.add("fault points", ends(standin, lambda: Boundary(*devices, 8, 4)))
     standin.trace_queries(False)
 
 
@@ -200,7 +201,7 @@ def gpus(make_dev: MakeDev, standin: StandIn, way: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("way", ["same", "peer", "staged"])
-def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, count: Any, way: str) -> None:
+def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, way: str) -> None:
     """A send, a receive or a release that fails is made again, and the rows arrive."""
     a, b = gpus(make_dev, standin, way)
     each = Sweep(standin)
@@ -224,7 +225,7 @@ def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, count: Any
                     given = call()
                     if name == "receive":
                         assert given.to_numpy().tobytes() == source.to_numpy().tobytes()
-    count("fault points", each.points)
+    tally.add("fault points", each.points)
 
 
 # Devices
@@ -242,18 +243,18 @@ DEVICES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_each_call_of_the_birth_and_the_end_of_a(standin: StandIn, c_library: Any, count: Any, name: str) -> None:
+def test_each_call_of_the_birth_and_the_end_of_a(standin: StandIn, c_library: Any, name: str) -> None:
     with CudaContext(0) as context:
         standin.trace_queries()
         born = lambda: DEVICES[name](context)  # noqa: E731
-        count("fault points", births(standin, born))
-        count("fault points", ends(standin, born))
+        tally.add("fault points", births(standin, born))
+        tally.add("fault points", ends(standin, born))
         standin.trace_queries(False)
 
 
 @pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
 def test_each_call_of_the_end_of_a_device_that_has_worked(
-    standin: StandIn, c_library: Any, count: Any, kind: str
+    standin: StandIn, c_library: Any, kind: str
 ) -> None:
     made = CudaDev if kind == "CudaDev" else capi.CDev
 
@@ -270,24 +271,24 @@ def test_each_call_of_the_end_of_a_device_that_has_worked(
 
     with CudaContext(0):
         standin.trace_queries()
-        count("fault points", ends(standin, born))
+        tally.add("fault points", ends(standin, born))
         standin.trace_queries(False)
 
 
 @pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
-def test_each_call_that_loads_kernels(standin: StandIn, c_library: Any, count: Any, kind: str) -> None:
+def test_each_call_that_loads_kernels(standin: StandIn, c_library: Any, kind: str) -> None:
     made = CudaDev if kind == "CudaDev" else capi.CDev
     each = Sweep(standin)
     standin.trace_queries()
     with CudaContext(0):
         with made(0) as e:
             calls = each.calls_of(e.kernels.load_all)
-        for nth in range(1, len(calls) + 1, 5):  # of some hundred, all alike
+        for nth in range(1, len(calls) + 1):
             with made(0) as e:
                 each.fail(nth, calls, e.kernels.load_all)
                 e.kernels.load_all()
     each.check_balance()
-    count("fault points", each.points)
+    tally.add("fault points", each.points)
     standin.trace_queries(False)
 
 
@@ -295,7 +296,7 @@ def test_each_call_that_loads_kernels(standin: StandIn, c_library: Any, count: A
 
 
 def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
-    make_dev: MakeDev, standin: StandIn, count: Any
+    make_dev: MakeDev, standin: StandIn
 ) -> None:
     """After 0 bytes, and after each allocation that an operation makes; the next attempt has room."""
     stage = Stage(make_dev, standin)
@@ -322,7 +323,7 @@ def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
         make().close()
         standin.run_out_after(0, 1 << 30)
         stage.end()
-    count("fault points", points)
+    tally.add("fault points", points)
     stage.close()
 
 
@@ -332,7 +333,7 @@ def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
 @pytest.mark.misuse  # nothing can be freed on a context that is lost
 @pytest.mark.parametrize("name", ["cuLaunchKernel", "cuMemcpyDtoDAsync"])
 def test_a_lost_context_fails_everything_by_name_and_the_next_one_works(
-    make_dev: MakeDev, standin: StandIn, count: Any, name: str
+    make_dev: MakeDev, standin: StandIn, name: str
 ) -> None:
     stage = Stage(make_dev, standin)
     stage.begin()

@@ -7,13 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import tally
 from decoding import OPTIONS, TRUE, WRONG, Lane
 from fault_runs import ATTENTION, Quick, Run, Stage, sweep
 from standin import StandIn
 
 from memra_driver import capi, ops
 from memra_driver.batch import CacheBatch
+from memra_driver.device import CudaStream
+from memra_driver.layout import HEALTH_BYTES
 from memra_driver.round import Round
 
 pytestmark = pytest.mark.standin
@@ -83,6 +87,17 @@ def dequantised(s: Stage) -> Run:
     return lambda: ops.dequant_kv(e, s.cache, 3, 1, 3, k, v)
 
 
+def faulted(s: Stage) -> None:
+    """Something stands in the record of each device."""
+    for il in (0, s.cfg.n_layer - 1):
+        s.cache.health_d(il).copy_from(np.arange(1, 1 + HEALTH_BYTES, dtype=np.uint8))
+
+
+def other_stream(s: Stage) -> CudaStream:
+    s.keep.append(CudaStream(s.e.context))
+    return s.keep[-1]
+
+
 # On one device, and where they may span them on two.
 CHANGES: dict[str, Prepare] = {
     "append_kv": lambda s: s.op("append_kv", 3),
@@ -113,7 +128,7 @@ CHANGES: dict[str, Prepare] = {
     "reset in a round": lambda s: in_round(s, lambda: s.cache.reset(s.e)),
     "sync_d": lambda s: lambda: s.cache.sync_d(s.e),
     "health": lambda s: lambda: s.cache.health(),
-    "clear_health": lambda s: lambda: s.cache.clear_health(),
+    "clear_health": lambda s: (faulted(s), s.cache.clear_health)[1],
     "digest": lambda s: lambda: s.cache.digest(),
     "report": lambda s: lambda: s.cache.report(),
     "round": lambda s: Round(s.cache, s.e, width=3).__enter__,
@@ -127,7 +142,11 @@ CHANGES: dict[str, Prepare] = {
     "reject": lambda s: opened(s, lambda r: r.reject()),
     "prepare_replay": lambda s: (swapped(s, 2), lambda: s.cache.prepare_replay(s.e))[1],
     "prepare_replay at home": lambda s: lambda: s.cache.prepare_replay(s.e),
+    "to_numpy": lambda s: s.cache.kv[1].k.to_numpy,
+    "copy_from": lambda s: lambda: s.cache.kv[1].k.copy_from(np.arange(s.cache.kv[1].k.len, dtype=np.uint8)),
+    "mem_info": lambda s: s.devices[-1].mem_info,
 }
+
 
 def steps(s: Stage, caches: Sequence[Any] | None = None, *, capture: Any = None) -> Callable[[], Any]:
     """Records a step of one row of each cache, once the device has room for its attention."""
@@ -205,42 +224,47 @@ ALONE: dict[str, Prepare] = {
     "append_kv of a batch, uploaded": uploaded,
     "attend of a batch": lambda s: batched(s, "append_kv", "attend", il=1),
     "conv_update of a batch": lambda s: batched(s, "conv_update", il=0),
+    "gdn_prep of a batch": lambda s: batched(s, "conv_update", "gdn_prep", il=0),
+    "recur_step of a batch": lambda s: batched(s, "recur_step", il=0),
     "gdn_scan of a batch": lambda s: batched(s, "conv_update", "gdn_prep", "gdn_scan", il=0),
     "advance of a batch": advanced,
+    "wait_stream": lambda s: partial(s.e.stream.wait_stream, other_stream(s)),
+    "release_to": lambda s: partial(s.e.stream.release_to, other_stream(s)),
+    "export": lambda s: partial(s.cache.kv[1].k.__dlpack__, stream=other_stream(s).handle),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "devices"), [*((name, n) for name in CHANGES for n in (1, 2)), *((name, 1) for name in ALONE)]
 )
-def test_each_call(make_dev: MakeDev, standin: StandIn, count: Any, name: str, devices: int) -> None:
+def test_each_call(make_dev: MakeDev, standin: StandIn, name: str, devices: int) -> None:
     stage = Stage(make_dev, standin, devices=devices)
-    count("fault points", sweep(stage, (CHANGES | ALONE)[name], several="of two" in name))
+    tally.add("fault points", sweep(stage, (CHANGES | ALONE)[name], several="of two" in name))
     stage.close()
 
 
 @pytest.mark.parametrize("name", ["settle", "digest"])
-def test_each_call_of_what_a_strict_cache_waits_for(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+def test_each_call_of_what_a_strict_cache_waits_for(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin, options=replace(OPTIONS, strict=True))
-    count("fault points", sweep(stage, (CHANGES | ALONE)[name]))
+    tally.add("fault points", sweep(stage, (CHANGES | ALONE)[name]))
     stage.close()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_each_call_of_truncate(make_dev: MakeDev, standin: StandIn, count: Any, devices: int) -> None:
+def test_each_call_of_truncate(make_dev: MakeDev, standin: StandIn, devices: int) -> None:
     stage = Stage(make_dev, standin, devices=devices, cfg=ATTENTION)
-    count("fault points", sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3)))
+    tally.add("fault points", sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3)))
     stage.close()
 
 
 @pytest.mark.parametrize("name", ["snapshot", "rollback, accept", "reset", "clear_health"])
 @pytest.mark.parametrize("pools", [True, False], ids=["pools", "no-pools"])
 def test_each_call_where_every_plane_is_an_allocation(
-    make_dev: MakeDev, standin: StandIn, count: Any, pools: bool, name: str
+    make_dev: MakeDev, standin: StandIn, pools: bool, name: str
 ) -> None:
     standin.set_attribute(0, 115, int(pools))
     stage = Stage(make_dev, standin, arena=False)
-    count("fault points", sweep(stage, CHANGES[name]))
+    tally.add("fault points", sweep(stage, CHANGES[name]))
     stage.close()
 
 
@@ -264,7 +288,7 @@ OF_THE_LIBRARY: dict[str, Prepare] = {
 
 @pytest.mark.parametrize("name", OF_THE_LIBRARY)
 @pytest.mark.parametrize("cuda_kind", ["c"], indirect=True)
-def test_each_call_of_the_library(make_dev: MakeDev, standin: StandIn, count: Any, name: str) -> None:
+def test_each_call_of_the_library(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin)
-    count("fault points", sweep(stage, OF_THE_LIBRARY[name], several="of two" in name))
+    tally.add("fault points", sweep(stage, OF_THE_LIBRARY[name], several="of two" in name))
     stage.close()

@@ -24,7 +24,7 @@ def test_replays_mix_with_everything_else_and_no_address_ever_changes(
     dev: Any, model: str, request: pytest.FixtureRequest
 ) -> None:
     slow = type(dev).__name__ == "CudaDev" and not request.config.getoption("--gpu")
-    player = GEOMETRIES[model].player(dev)
+    player = GEOMETRIES[model].player(dev, MAX_CTX)
     Walk(player).run(40 if slow else 200)
     player.close()
 

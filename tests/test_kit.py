@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tally
 import vectors_data
 
 from memra_driver import cli, kit
 from memra_driver.config import PRESETS
 from memra_driver.formats import K_FORMATS, V_FORMATS
 from memra_driver.kit_caches import CALLS
-from memra_driver.kit_files import Kit, Writer, arrays_of, fnv1a64, packaged
+from memra_driver.kit_files import Kit, Writer, arrays_of, entries_of, fnv1a64, packaged
 from memra_driver.kit_kernels import FILES
 from memra_driver.kit_schema import KEYWORDS, violation
 from memra_driver.kvdev import HostDev
@@ -158,13 +159,21 @@ def test_the_digest_of_any_length_is_that_of_the_plain_loop(size: int) -> None:
 # Verifying
 
 
-def test_this_installation_verifies_on_the_host(small_kit: Path) -> None:
+def recorded_outputs(small: Kit) -> int:
+    """How many arrays a verifier compares with its own."""
+    holders = (holder for case in small.cases for holder in (case, *case.get("steps", ())))
+    return sum(len(list(entries_of(holder, "out"))) for holder in holders)
+
+
+def test_this_installation_verifies_on_the_host(small_kit: Path, small: Kit) -> None:
+    tally.add("vectors", recorded_outputs(small))
     results = list(kit.verify(HostDev(), small_kit))
     assert [result.line() for result in results if result.fault] == []
     assert len(results) == len({result.check for result in results}) > 200
 
 
-def test_this_installation_verifies_on_a_cuda_device(make_dev: MakeDev, small_kit: Path) -> None:
+def test_this_installation_verifies_on_a_cuda_device(make_dev: MakeDev, small_kit: Path, small: Kit) -> None:
+    tally.add("vectors", recorded_outputs(small))
     results = list(kit.verify(make_dev("cuda"), small_kit))
     assert [result.line() for result in results if result.fault] == []
     assert len(results) > 200

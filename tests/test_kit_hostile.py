@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import os
-import random
 import shutil
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fuzz_kits
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import tally
 
-from memra_driver import kit, kit_caches, kit_files
+from memra_driver import kit, kit_files
 from memra_driver.errors import KitError
-from memra_driver.kit_files import Kit, Writer, fnv1a64
+from memra_driver.kit_files import Kit, fnv1a64
 from memra_driver.kvdev import HostDev
-
-SOME = (
-    "append_kv q8_0/q4_0 64x32, 3 rows at 5", "append_kv slot -1", "dequant_kv q8_0/q5_1 bf16, rows 3 .. 7",
-    "conv_update 33 channels, 4 taps, 1 rows", "conv_ring_rebuild 33 channels, 4 taps, 1 of 1 rows, in place",
-    "gdn_prep 2 to 6 heads of 32, 1 rows", "gdn_scan 2 states of 32, 3 rows in place, to the tape",
-    "attend q8_0/fp8 2x2 heads of 64/64, 1 rows at 70", "plan fence [0, 2, 4], devices None",
-    "plan borrowed K/V, gkv True, wkv True", "plan query heads by layer", "cache truncate",
-    "cache snapshots given up",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tiny(small_kit: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kit of one or two cases of each kind, in files of their own."""
-    source, writer = Kit(small_kit), Writer(tmp_path_factory.mktemp("tiny") / "kit")
-    cases = [copy.deepcopy(case) for case in source.cases if case["id"] in SOME]
-    assert len(cases) == len(SOME)
-    for case in cases:
-        for holder in (case, *case.get("steps", ())):
-            holder["arrays"] = [
-                writer.array(
-                    each["file"], each["name"], each["role"], source.array(each).reshape(each["shape"]),
-                    each.get("tolerance", 0.0),
-                )
-                for each in holder["arrays"]
-            ]  # fmt: skip
-    writer.finish("a test", True, cases)
-    return writer.folder
+    return fuzz_kits.tiny_kit(small_kit, tmp_path_factory.mktemp("tiny") / "kit")
 
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -96,6 +69,14 @@ def sparse(manifest: dict[str, Any], folder: Path) -> None:
     next(each for each in manifest["files"] if each["name"] == "formats.bin")["bytes"] = 1 << 40
 
 
+def many(manifest: dict[str, Any], folder: Path) -> None:
+    """Each file alone would be read."""
+    for number in range(3):
+        (folder / f"more{number}.bin").touch()
+        os.truncate(folder / f"more{number}.bin", 400 << 20)
+        manifest["files"].append({"name": f"more{number}.bin", "bytes": 400 << 20})
+
+
 def shorter(manifest: dict[str, Any], folder: Path) -> None:
     (folder / "formats.bin").write_bytes((folder / "formats.bin").read_bytes()[:-1])
 
@@ -127,6 +108,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "a link out of the folder": (link, "formats.bin: Too many levels of symbolic links"),
     "a pipe that nobody writes": (pipe, "is no regular file"),
     "a file of a terabyte": (sparse, "bytes; at most"),
+    "files of more than a gigabyte together": (many, "bytes; at most 536870912 are read"),
     "a file that is too short": (shorter, "the manifest says"),
     "a changed byte": (flip, "its digest is"),
     "an array beyond its file": (lambda m, _: array(m, offset=1 << 30), "do not lie in formats.bin"),
@@ -171,6 +153,24 @@ def test_it_is_refused(name: str, tiny: Path, tmp_path: Path) -> None:
     assert words in str(error.value)
 
 
+def test_a_range_that_many_arrays_share_is_hashed_once_and_all_of_them_up_to_a_limit(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(manifest: dict[str, Any], folder: Path) -> None:
+        manifest["cases"] = [first(manifest)]
+        entry = first(manifest)["arrays"][0]
+        first(manifest)["arrays"] += [{**entry, "name": f"n{i}"} for i in range(50)]
+
+    kit_of_one = changed(tiny, tmp_path / "kit", shared)
+    hashed: list[int] = []
+    monkeypatch.setattr(kit_files, "fnv1a64", lambda data: hashed.append(data.nbytes) or fnv1a64(data))
+    entries = Kit(kit_of_one).cases[0]["arrays"]
+    assert len(hashed) == len({(each["file"], each["offset"], each["bytes"]) for each in entries}) < len(entries) - 49
+    monkeypatch.setattr(kit_files, "MAX_ARRAY_BYTES", sum(hashed) - 1)
+    with pytest.raises(KitError, match=f"with it the arrays have {sum(hashed)} bytes; at most {sum(hashed) - 1}"):
+        Kit(kit_of_one)
+
+
 def test_options_that_no_cache_can_have_are_a_fault_of_the_case(tiny: Path, tmp_path: Path) -> None:
     wrong = changed(tiny, tmp_path / "kit", lambda m, _: option(m, reserve_taps=[1, [2]]))
     (fault,) = [result.fault for result in kit.verify(HostDev(), wrong) if result.fault]
@@ -207,74 +207,12 @@ def test_a_manifest_beyond_its_limit_is_not_read(tmp_path: Path) -> None:
 
 # Any change at all
 
-VALUES = (
-    None, True, False, -1, 0, 1, 2, 3, 31, 2**16, 2**31 - 1, 2**31, 2**53, 2**64, 2**200, -(2**63), 0.5, 1e300, "",
-    "q8_0", "../x.bin", "x" * 300, [], {}, [[]], {"a": 1},
-)  # fmt: skip
 
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container and key of a JSON value."""
-    for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        yield value, key
-        if isinstance(each, dict | list):
-            yield from places(each)
-
-
-def repaired(manifest: dict[str, Any], folder: Path) -> None:
-    """Corrects every digest, so that what stands behind it is reached."""
-    for case in manifest["cases"]:
-        for holder in (case, *case.get("steps", ())):
-            for each in holder.get("arrays", ()):
-                with contextlib.suppress(Exception):
-                    raw = (folder / each["file"]).read_bytes()
-                    each["fnv1a64"] = fnv1a64(raw[each["offset"] : each["offset"] + each["bytes"]])
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(number=st.integers(0, 2**32 - 1))
-def test_no_change_makes_more_than_a_refusal_or_a_fault(number: int, tiny: Path, tmp_path: Path) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "kit"
-    for each in (whole, folder):
-        shutil.rmtree(each, ignore_errors=True)
-        shutil.copytree(tiny, each)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    chance = random.Random(number)
-    manifest["cases"] = chance.sample(manifest["cases"], 3)
-    (whole / "manifest.json").write_text(json.dumps(manifest))
-    for _ in range(chance.randint(1, 3)):
-        container, key = chance.choice([*places(chance.choice(manifest["cases"] or [manifest]))])
-        what = chance.random()
-        if what < 0.2:
-            del container[key]
-        elif what < 0.3 and isinstance(container, list):
-            container.insert(key, copy.deepcopy(chance.choice(container)))
-        elif what < 0.5 and type(container[key]) is int:
-            container[key] += chance.choice((-32, -2, -1, 1, 2, 32))
-        else:
-            container[key] = copy.deepcopy(chance.choice(VALUES))
-        if not isinstance(manifest.get("cases"), list) or not all(isinstance(c, dict) for c in manifest["cases"]):
-            break
-    if chance.random() < 0.3:
-        path = chance.choice(sorted(folder.glob("*.bin")))
-        raw = np.frombuffer(path.read_bytes(), np.uint8).copy()
-        raw[chance.randrange(raw.size) :] = chance.randrange(256)
-        path.write_bytes(raw.tobytes())
-    with contextlib.suppress(Exception):
-        repaired(manifest, folder)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    tracemalloc.start()
-    try:
-        for result in kit.verify(HostDev(), folder):
-            assert isinstance(result.fault, str)
-    except KitError:
-        pass
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < 4 * kit_caches.MAX_CACHE_BYTES
-    with contextlib.suppress(KitError):
-        assert isinstance(kit.compare(whole, folder), str)
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_no_change_makes_more_than_a_refusal_or_a_fault(first: int, tiny: Path, tmp_path: Path) -> None:
+    for seed in range(first, first + 20):
+        fuzz_kits.try_kit(tiny, tmp_path, seed)
+        tally.add("fuzz inputs")
 
 
 def test_a_raw_change_of_the_manifest_is_refused_or_found(tiny: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tally
 
 PORT = Path(__file__).parent / "port"
 PARTS = ("formats.h", "ops.h", "plan.h", "cache.h")  # the port itself; the others read the kit and compare
@@ -44,6 +45,7 @@ def run(program: Path, kit: Path) -> tuple[int, str]:
 def test_the_port_passes_the_whole_kit(small_kit: Path, tmp_path: Path) -> None:
     program = build(PORT, tmp_path / "port", "-O2", "-Wall", "-Wextra", "-Werror")
     cases = (small_kit / "manifest.json").read_text().count('"id": ')
+    tally.add("vectors", (small_kit / "manifest.json").read_text().count('"role": "out"'))
     assert run(program, small_kit) == (0, f"all {cases} cases\n")
 
 

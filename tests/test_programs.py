@@ -6,9 +6,32 @@ from typing import Any
 
 import pytest
 from geometries import GEOMETRIES
-from hypothesis import HealthCheck, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
-from programs import Programs
+from hypothesis import HealthCheck, note, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from memra_driver.soak_calls import Program
+
+CAPACITY = 24
+
+
+class Machine(RuleBasedStateMachine):
+    """A program whose calls are drawn by hypothesis."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    @rule(number=st.integers(0, 2**24 - 1))
+    def call(self, number: int) -> None:
+        note(self.program.call(number))
+
+    @invariant()
+    def the_cache_is_what_the_model_says(self) -> None:
+        self.program.check()
+
+    def teardown(self) -> None:
+        self.program.close()
 
 
 def profile(examples: int, calls: int) -> settings:
@@ -29,4 +52,8 @@ def test_programs_leave_plain_decoding_and_refuse_what_the_model_foresees(
     else:
         size = profile(12, 40)
     other = seed([*GEOMETRIES].index(model))  # the same programs in every run, others for every model
-    run_state_machine_as_test(other(lambda: Programs(dev, GEOMETRIES[model])), settings=size)
+    geometry = GEOMETRIES[model]
+    oracle = geometry.oracle(dev, CAPACITY)
+    made = other(lambda: Machine(Program(geometry.player(dev, CAPACITY, oracle))))
+    run_state_machine_as_test(made, settings=size)
+    oracle.close()

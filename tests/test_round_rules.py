@@ -14,7 +14,7 @@ from memra_driver import ops
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache, CacheState
 from memra_driver.errors import ArrayError, CapacityError, ConfigError, DeviceMismatch, StateError
-from memra_driver.health import Fault
+from memra_driver.health import Fault, FaultCount
 from memra_driver.round import Round
 
 MakeDev = Callable[..., Any]
@@ -263,7 +263,7 @@ def test_a_device_count_outside_the_rows_rejects_and_is_recorded(player: Player,
         r.commit_from_device(e.htod_i32([count]))
     cache.settle(e)
     player.check()
-    assert list(cache.health().faults) == [Fault.BAD_ACCEPT]
+    assert cache.health().faults == {Fault.BAD_ACCEPT: FaultCount(1, 0, cache.pos)}
     cache.clear_health()
     play(player, 3, 2, "device")
     cache.settle(e)

@@ -107,7 +107,7 @@ def stage_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         if not any(isinstance(each, Pinned) for each in _kept):
             _kept.append(Pinned())
             self.context.bind()
-            _kept[-1].ptr = int(cu.cuMemAllocHost(1 << 12)[1])
+            _kept[-1].ptr = int(cu.cuMemAllocHost(1 << 20)[1])
         pinned = next(each for each in _kept if isinstance(each, Pinned))
         ctypes.memmove(pinned.ptr, array.ctypes.data, array.nbytes)
         driver.memcpy_htod_async(dst, pinned.ptr, array.nbytes, self.handle)
@@ -207,8 +207,9 @@ def test_the_fault_run_finds_that(standin: StandIn, make_dev: MakeDev, monkeypat
 # Guards and checks find a wrong kernel.
 
 
-def with_kernel(standin: StandIn, folder: Path, old: str, new: str) -> None:
-    source = standin_module.CUDA_SRC / "append_kv.cu"
+def with_kernel(standin: StandIn, folder: Path, name: str, old: str, new: str) -> None:
+    """The stand-in's kernels from now on, with one line of a source changed."""
+    source = standin_module.CUDA_SRC / name
     changed = folder / source.name
     changed.write_text(flipped(source.read_text(), old, new))
     sources = [changed if each == source else each for each in sorted(standin_module.CUDA_SRC.glob("*.cu"))]
@@ -229,7 +230,7 @@ def test_the_guards_find_a_missing_bounds_check(standin: StandIn, make_dev: Make
         return standin.take_errors()
 
     assert append_behind_the_end() == []
-    with_kernel(standin, tmp_path, "if (first < 0 || first + rows > max_ctx) {", "if (first < 0) {")
+    with_kernel(standin, tmp_path, "append_kv.cu", "if (first < 0 || first + rows > max_ctx) {", "if (first < 0) {")
     assert any("of an allocation of" in error for error in append_behind_the_end())
 
 
@@ -240,5 +241,5 @@ def test_the_check_finds_a_wrong_bit_in_a_kernel(standin: StandIn, make_dev: Mak
         return [result.fault for result in check.run(e, cases, tmp_path / "red.npz") if result.fault]
 
     assert faults() == []
-    with_kernel(standin, tmp_path, "inv, 8.5f", "inv, 8.25f")
+    with_kernel(standin, tmp_path, "append_kv.cu", "inv, 8.5f", "inv, 8.25f")
     assert faults()

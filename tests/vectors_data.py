@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tally
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -26,6 +27,7 @@ class Case:
             raise AttributeError(name) from None
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        tally.add("vectors")
         return _arrays()[self.fields[name]].reshape(-1).copy()
 
     def __contains__(self, name: str) -> bool:

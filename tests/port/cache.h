@@ -166,7 +166,6 @@ static const char *commit(int64_t accept, int on_device) {
         if (l->ran & RAN_CONV) ring_rebuild(l->tape, l->conv, l->conv, n, C.dim, C.taps);
         if (l->ran & RAN_SCAN && n == rows && !on_device) swap(l);
         else if (l->ran & RAN_SCAN) scan(in, l->ssm, l->ssm, NULL, n, C.heads, C.size, 1);
-        if (bad) note(C.health, 4, l - C.at, 0, !!(l->ran & RAN_CONV) + !!(l->ran & RAN_SCAN));
     }
     if (bad) note(C.health, 4, 0, base, 1);
     *C.pos_d = (int32_t)base + n, C.round = 0, C.state = on_device ? UNSETTLED : C.state;

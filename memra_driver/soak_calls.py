@@ -1,37 +1,40 @@
-"""Random programs: the steps and rounds of program_steps.py, with ways back, captures, taps and parked logits."""
+"""Calls of random programs: ways back, captures, taps and parked logits, beside those of soak_steps.py."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from caches import put
-from decoding import HIDDEN, WIDTH
-from geometries import Geometry
-from program_model import BOTH, CAPACITY, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
-from program_steps import Steps
-from recordings import Recorded, launch_by_hand
 
 from memra_driver import ops
+from memra_driver.formats import FORMATS
+from memra_driver.health import Fault, FaultCount
+from memra_driver.round import Round
+from memra_driver.soak_lane import HIDDEN, INPUTS
+from memra_driver.soak_look import same
+from memra_driver.soak_model import BOTH, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Kept, event
+from memra_driver.soak_player import WIDTH, Player, Recorded, launch_by_hand
+from memra_driver.soak_steps import Steps
 
 LAUNCHES = 3
+FP8, Q8_0 = FORMATS["fp8"].code, FORMATS["q8_0"].code
+MOST_FP8, MOST_Q8_0 = 464, 127 * 65504.0  # what rounds to its largest number; what its f16 scale reaches
 TAPPED: list[list[int]] = [[0, 3], [3, 0], [2], [0, 1, 2, 3], [0, 3], [2], [], [1, 1], [2, 5], [-1]]
 
 
-class Programs(Steps):
-    """All calls that a program may make."""
+class Program(Steps):
+    """All calls that a program may make on one cache."""
 
-    def __init__(self, e: Any, geometry: Geometry) -> None:
-        super().__init__(e, geometry)
+    def __init__(self, player: Player) -> None:
+        super().__init__(player)
         self.park_value = 0.0
         self.recorded = {False: self.record(1), True: self.record(WIDTH)}
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         for each in self.recorded.values():
             each.close()
-        super().teardown()
+        super().close()
 
     # Snapshots, and ways back.
 
@@ -71,7 +74,7 @@ class Programs(Steps):
         )
         self.attempt(allowed, lambda: self.cache.rollback(self.e, kept.snap, accept))
         if allowed:
-            assert history[: len(kept.tokens)] == kept.tokens
+            same("what stood at the snapshot", history[: len(kept.tokens)], kept.tokens)
             if self.round is not None:
                 self.over()  # it is rejected first
             self.replayed = {il: min(self.length(il), end) for il in self.owners}
@@ -80,12 +83,14 @@ class Programs(Steps):
             self.given_up(end)
             self.over()
 
-    @event(lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH)
-    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool) -> None:
+    @event(
+        lambda self: self.settled, rows=ROWS, tokens=TOKENS, accept=range(WIDTH + 1), open_step=BOTH, few=(0, 0, 1, 2)
+    )  # fmt: skip
+    def speculate(self, rows: int, tokens: list[int], accept: int, open_step: bool, few: int) -> None:
         """As a decoder does without rounds; the snapshot may be an older one."""
         if not self.kept:
             self.snapshot()
-        self.run(rows=rows, tokens=tokens, few=0)
+        self.run(rows=rows, tokens=tokens, few=few)
         if not open_step:
             self.run_the_rest()
             self.advance(off=0)
@@ -102,7 +107,7 @@ class Programs(Steps):
             self.pos = new_len
             self.given_up(new_len)
 
-    @event(lambda self: self.pos > CAPACITY - 4)
+    @event(lambda self: self.pos > self.capacity - WIDTH, 3)
     def reset(self) -> None:
         self.cache.reset(self.e)
         self.tokens.clear()
@@ -124,7 +129,7 @@ class Programs(Steps):
         return made
 
     def can_replay(self, need: int) -> bool:
-        return self.at_rest and self.state is not PENDING and self.pos + need <= CAPACITY
+        return self.at_rest and self.state is not PENDING and self.pos + need <= self.capacity
 
     @event(lambda self: self.can_replay(1), wide=BOTH, park=BOTH)
     def record_again(self, wide: bool, park: bool) -> None:
@@ -146,6 +151,7 @@ class Programs(Steps):
         if made.taps:
             self.taps.write(self.start, tokens, self.layers)
         if made.a_round:
+            self.faults |= {Fault.BAD_ACCEPT} if not 0 <= accept <= WIDTH else set()
             self.moved(tokens[: accept if 0 <= accept <= WIDTH else 0], WIDTH, unsettles=True)
         else:
             self.moved(tokens, made.rows, launched=True)
@@ -157,7 +163,8 @@ class Programs(Steps):
         made = self.recorded[wide]
         allowed = self.can_replay(made.rows) and self.taps.serve(made)
         self.fill(made, tokens, accept)
-        self.attempt(allowed, made.graph.launch, made.lane.at[1, "attended"])
+        attended = [part for (_, name), part in made.lane.at.items() if name == "attended"]
+        self.attempt(allowed, made.graph.launch, *attended[:1])
         if allowed:
             self.launched(made, tokens, accept)
 
@@ -182,7 +189,7 @@ class Programs(Steps):
             row = tokens[n:] + tokens[:n]
             self.fill(made, row, accepts[n])
             launch_by_hand(self.e, made.graph)
-            assert (self.cache.pos, self.cache.state) == (pos, state)  # the host has not been told
+            same("what the host was not told", (self.cache.pos, self.cache.state), (pos, state))
             self.launched(made, row, accepts[n])
         self.attempt(allowed, lambda: self.cache.replayed(made.graph, launches))
 
@@ -191,7 +198,8 @@ class Programs(Steps):
     @event(lambda self: self.state is READY)
     def park(self) -> None:
         self.park_value += 1
-        row = put(self.e, np.full(self.cache.cfg.n_vocab, self.park_value, np.float32))
+        row = self.e.uninit(self.cache.cfg.n_vocab)
+        row.copy_from(np.full(row.len, self.park_value, np.float32))
         allowed = self.state is READY
         self.attempt(allowed, lambda: self.cache.park_logits(self.e, row))
         if allowed:
@@ -228,8 +236,8 @@ class Programs(Steps):
     def disarm(self) -> None:
         """Allowed at any time, and nothing but the sink is gone."""
         before, sink = self.seen()[0], self.cache.dflash_taps
-        assert self.cache.disarm_taps() is sink
-        assert self.seen()[0] == before
+        same("the sink that is taken out", self.cache.disarm_taps() is sink, True)
+        self.unchanged("disarm", before, self.seen()[0])
         self.taps.disarm()
 
     @event(
@@ -244,3 +252,121 @@ class Programs(Steps):
         self.attempt(allowed, lambda: ops.tap_write(self.e, self.cache, il, residual))
         if allowed:
             self.taps.write(self.start, tokens[:rows], [il])
+
+    # The error record.
+
+    @event(lambda self: True, clear=(False, False, True))
+    def look_at_health(self, clear: bool) -> None:
+        """At any time it says what kernels have noticed, and nothing else."""
+        same("what the error record tells of", set(self.cache.health().faults), self.faults)
+        if clear:
+            self.cache.clear_health()
+            self.faults = set()
+            same("a cleared error record", str(self.cache.health()), "no faults")
+
+    @event(lambda self: self.settled and self.pos > self.capacity - WIDTH, 4, tokens=TOKENS)
+    def overrun(self, tokens: list[int]) -> None:
+        """An engine launches a recorded round once too often: no row has room, so none is written, and it is told."""
+        made = self.recorded[True]
+        if not self.settled or self.pos <= self.capacity - WIDTH or made.park or made.taps:
+            return
+        self.look_at_health(clear=True)
+        self.fill(made, tokens, 0)
+        self.cache.prepare_replay(self.e)
+        launch_by_hand(self.e, made.graph)
+        reads = self.player.oracle.reads
+        told = {Fault.SLOT_RANGE: FaultCount(len(self.owners) + len(reads), min(reads), self.pos)}
+        same("what a launch without room tells", self.cache.health().faults, told)
+        self.cache.clear_health()
+
+    @event(
+        lambda self: self.settled and self.pos < self.capacity,
+        which=range(5), value=(np.nan, np.inf, -np.inf, 460, 470, 1e37),
+    )  # fmt: skip
+    def spoiled_step(self, which: int, value: float) -> None:
+        """A step with an input that no layer should get; it is told, and the way back leaves nothing of it."""
+        if not self.settled or self.pos >= self.capacity:
+            return
+        self.look_at_health(clear=True)
+        lane = self.player.lane(1).fill((self.start, [0]))
+        il = [*lane.kinds][which % len(lane.kinds)]
+        lane.at[il, INPUTS[lane.kinds[il]][0]].view(0, 1).copy_from(np.array([value], np.float32))
+        with self.cache.snapshot(self.e) as snap:
+            lane.run(self.cache)
+            told = {kind: (seen.layer, seen.slot) for kind, seen in self.cache.health().faults.items()}
+            self.cache.rollback(self.e, snap, 0)
+        fault: Fault | None = Fault.NONFINITE
+        if np.isfinite(value):
+            form = self.cache.kv_layer(il).k_format if lane.kinds[il] == "FULL" else -1
+            fault = Fault.FP8_SATURATED if form == FP8 and value > MOST_FP8 else None
+            if form == Q8_0 and value > MOST_Q8_0:
+                fault = Fault.SCALE_OVERFLOW
+        same("what a spoiled step tells", told, {} if fault is None else {fault: (il, self.pos)})
+        self.cache.clear_health()
+
+    # Kernels of the engine's own.
+
+    @event(
+        lambda self: self.settled and self.pos < self.capacity, token=(0, 1), then=("sync_d", "advance", "launch"),
+        tokens=TOKENS,
+    )  # fmt: skip
+    def own_step(self, token: int, then: str, tokens: list[int]) -> None:
+        """The engine writes a row by itself and moves the host's clock; the device's follows, or a launch stamps it."""
+        if not self.settled or self.pos >= self.capacity:
+            return
+        n, planes = self.pos, self.player.oracle.at((*self.tokens, token)).planes
+        for il in self.owners:
+            layer = self.cache.kv_layer(il)
+            for name, plane, size in (("k", layer.k, layer.k_tok_bytes), ("v", layer.v, layer.v_tok_bytes)):
+                plane.view(n * size, (n + 1) * size).copy_from(planes[il, name][n * size :])
+            layer.len = n + 1
+        for il, state in enumerate(self.cache.recur):
+            if state is not None:
+                state.conv_state.copy_from(planes[il, "conv"])
+                state.ssm_state.copy_from(planes[il, "ssm"])
+        if then == "advance":
+            self.cache.advance(self.e)
+        else:
+            self.cache.pos = n + 1
+        self.moved([token], 1)
+        made = self.recorded[False]
+        if then == "launch" and self.can_replay(1) and self.taps.serve(made):
+            self.launch(wide=False, tokens=tokens, accept=0)
+        else:
+            self.cache.sync_d(self.e)
+
+    @event(
+        lambda self: self.settled and not self.recurs and self.pos, back=(1, 2, 3), token=(0, 1),
+        then=("sync_d", "step", "own", "launch"), tokens=TOKENS,
+    )  # fmt: skip
+    def own_way_back(self, back: int, token: int, then: str, tokens: list[int]) -> None:
+        """The engine assigns shorter lengths; from the next call on what stood above them is given up."""
+        if not self.settled or self.recurs or back > self.pos:
+            return
+        stands = self.cache.pos = self.pos - back
+        for il in self.owners:
+            self.cache.kv_layer(il).len = stands
+        del self.tokens[stands:]
+        self.pos = stands
+        self.given_up(stands)
+        if then == "step":
+            self.whole_step(rows=1, tokens=[token])
+        elif then == "own":
+            self.own_step(token=token, then="advance", tokens=tokens)
+        elif then == "launch" and self.can_replay(1) and self.taps.serve(self.recorded[False]):
+            self.launch(wide=False, tokens=tokens, accept=0)
+        else:
+            self.cache.sync_d(self.e)
+
+    @event(lambda self: self.settled and self.owners and self.pos, which=range(3), off=(-1, 1), tokens=TOKENS)
+    def wrong_length(self, which: int, off: int, tokens: list[int]) -> None:
+        """With rows that nobody wrote, or rows above pos, a layer takes none in a round."""
+        if not self.settled or not self.owners or not 0 < self.pos < self.capacity:
+            return
+        il = self.owners[which % len(self.owners)]
+        layer, lane = self.cache.kv_layer(il), self.player.lane(1).fill((self.start, tokens[:1]))
+        with Round(self.cache, self.e, width=1) as self.round:
+            layer.len += off
+            self.attempt(False, lambda: lane.run(self.cache, [il]))
+            layer.len -= off
+        self.over()

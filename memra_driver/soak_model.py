@@ -2,11 +2,12 @@
 
 An event makes one call, or a few in a row, after asking the model whether it is allowed. A call that is refused must
 leave every byte, scalar and address as it was; a call that is allowed must succeed, and leave what plain decoding of
-the same tokens leaves. program_steps.py and programs.py have the events.
+the same tokens leaves. soak_steps.py and soak_calls.py have the events.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import random
@@ -14,21 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-from caches import addresses, beside, image
-from decoding import WIDTH
-from geometries import Geometry
-from hypothesis import note
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from recordings import Taps, warm
-
 from memra_driver.cache import CacheSnapshot, CacheState
-from memra_driver.errors import MemraError
+from memra_driver.errors import DriverError, MemraError
+from memra_driver.health import Fault
 from memra_driver.round import Round
+from memra_driver.soak_look import Difference, addresses, beside, first_change, image, same
+from memra_driver.soak_player import WIDTH, Player, Taps
 
 READY, UNSETTLED, PENDING = CacheState.READY, CacheState.UNSETTLED, CacheState.PENDING_REPLAY
-CAPACITY = 24
 BOTH = (False, True)
 ROWS = range(1, WIDTH + 2)
 TOKENS = [list(tokens) for tokens in itertools.product((0, 1), repeat=WIDTH + 1)]
@@ -45,6 +39,13 @@ def event(likely: Callable[[Any], Any], weight: int = 1, **choices: Sequence[Any
     return mark
 
 
+@functools.cache
+def events_of(kind: Any) -> dict[str, Any]:
+    """By name: whether it is likely to be allowed, its weight, the choices of its arguments."""
+    methods = inspect.getmembers(kind, lambda member: hasattr(member, "event"))
+    return {name: method.event for name, method in methods}
+
+
 @dataclass
 class Kept:
     """A snapshot, and what the model knows of it."""
@@ -55,18 +56,16 @@ class Kept:
     good: bool = True
 
 
-class Model(RuleBasedStateMachine):
+class Model:
     """`tokens` stand (with a replay pending: up to its end); `pos` is what the host believes."""
 
-    def __init__(self, e: Any, geometry: Geometry) -> None:
-        super().__init__()
-        self.e, self.reads = e, geometry.reads
-        self.player = geometry.player(e, CAPACITY)
-        self.cache = self.player.cache
+    def __init__(self, player: Player) -> None:
+        self.player, self.e, self.cache = player, player.e, player.cache
         self.layers = range(self.cache.cfg.n_layer)
+        self.capacity = self.cache.max_ctx
         self.recurs = any(self.cache.recur)
-        warm(self.player)
-        self.tokens: list[int] = self.player.tokens
+        player.warm()
+        self.tokens: list[int] = player.tokens
         self.pos, self.state, self.generation = 0, READY, 0
         self.sure = 0  # while unsettled: where the cache stood when the host last knew
         self.owners = [il for il, layer in enumerate(self.cache.kv) if layer is not None]
@@ -79,26 +78,34 @@ class Model(RuleBasedStateMachine):
         self.parked: tuple[float, int] | None = None  # value, and the length that it belongs to
         self.parked_sure = False  # behind every count that the host does not know
         self.can_park = False  # in a capture, which allocates nothing: once something was parked
-        self.taps = Taps()
+        self.taps = Taps(player.oracle.salt)
+        self.faults: set[Fault] = set()  # what the error record tells of
+        self.refused = 0  # calls so far
         self.where = addresses(self.cache)
         self.regions = self.cache.regions()
-        methods = inspect.getmembers(type(self), lambda member: hasattr(member, "event"))
-        self.events = {name: method.event for name, method in methods}
 
-    def teardown(self) -> None:
-        for each in (*(kept.snap for kept in self.kept), self.player):
-            each.close()
+    def close(self) -> None:
+        """Frees everything."""
+        for kept in self.kept:
+            kept.snap.close()
+        self.player.close()
 
-    @rule(number=st.integers(0, 2**24 - 1))
-    def call(self, number: int) -> None:
-        """The next call of the program; one of four may be any, also where it is likely to be refused."""
+    def call(self, number: int) -> str:
+        """Makes the next call of the program, and tells which; one of four may be any, also where it is likely to be
+        refused.
+        """
         chance = random.Random(number)
         some = chance.random() < 0.75
-        weights = {name: weight for name, (likely, weight, _) in self.events.items() if not some or likely(self)}
+        kind: Any = type(self)
+        events = events_of(kind)
+        weights = {name: weight for name, (likely, weight, _) in events.items() if not some or likely(self)}
         (name,) = chance.choices([*weights], [*weights.values()])
-        arguments = {key: chance.choice(choices) for key, choices in self.events[name][2].items()}
-        note(f"{name} {arguments}")
+        arguments = {key: chance.choice(choices) for key, choices in events[name][2].items()}
+        self.called = f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"
         getattr(self, name)(**arguments)
+        return self.called
+
+    called = "its birth"  # the last call
 
     # What the model says.
 
@@ -132,11 +139,27 @@ class Model(RuleBasedStateMachine):
         """Runs `call` where it is allowed; else it must be refused and change nothing, nor write the outputs."""
         if allowed:
             return call()
-        before = self.seen(), [each.to_numpy().tobytes() for each in outputs]
-        with pytest.raises(MemraError):
+        self.refused += 1
+        before, written = self.seen(), [each.to_numpy().tobytes() for each in outputs]
+        try:
             call()
-        assert (self.seen(), [each.to_numpy().tobytes() for each in outputs]) == before
+        except DriverError:
+            raise
+        except MemraError:
+            pass
+        else:
+            raise Difference("it was not refused")
+        for was, now in zip(before, self.seen(), strict=True):
+            self.unchanged("a refusal", was, now)
+        same("outputs of what was refused", [each.to_numpy().tobytes() for each in outputs] == written, True)
         return None
+
+    @staticmethod
+    def unchanged(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Raises Difference with what `what` has changed."""
+        changed = first_change(before, after)
+        if changed:
+            raise Difference(f"{what} changed {changed}")
 
     # What it learns.
 
@@ -169,25 +192,39 @@ class Model(RuleBasedStateMachine):
 
     # What holds after every call.
 
-    @invariant()
-    def the_cache_is_what_the_model_says(self) -> None:
+    def check(self) -> None:
+        """The cache is what the model says. Waits."""
         cache = self.cache
-        assert (cache.state, cache.pos, cache.step_rows) == (self.state, self.pos, len(self.step))
-        assert (cache.open_round, cache.generation) == (self.round, self.generation)
-        assert cache.replay_to == (len(self.tokens) if self.state is PENDING else 0)
-        assert addresses(cache) == self.where
+        clock = cache.state, cache.pos, cache.step_rows
+        same("state, pos and step_rows", clock, (self.state, self.pos, len(self.step)))
+        same("round and generation", (cache.open_round, cache.generation), (self.round, self.generation))
+        same("replay_to", cache.replay_to, len(self.tokens) if self.state is PENDING else 0)
+        self.unchanged("addresses:", self.where, addresses(cache))
         before, self.regions = self.regions, cache.regions()
-        assert [row for row in before if row not in self.regions] == []  # what was born stays where it is
+        same("buffers that are gone", [row for row in before if row not in self.regions], [])
         names = [name for name, *_ in self.regions]
-        assert (names.count("logits"), names.count("taps")) == (self.can_park, self.taps.buffer)  # at first use only
+        found = names.count("logits"), names.count("taps")
+        same("buffers of logits and taps", found, (self.can_park, self.taps.buffer))  # at first use only
         self.taps.check(cache)
+        kept = [each for each in self.kept if each.generation == self.generation]
+        same("snapshots that are good", [not each.snap.invalid for each in kept], [each.good for each in kept])
         if self.state is UNSETTLED:
-            with pytest.raises(MemraError):
-                cache.digest()
+            self.check_digest_is_refused()
             return
-        kept = cache.take_logits(self.e)
-        assert (None if kept is None else kept.to_numpy()[0]) == (None if self.parked is None else self.parked[0])
+        row = cache.take_logits(self.player.last)
+        parked = None if row is None else row.to_numpy()[0]
+        same("parked logits", parked, None if self.parked is None else self.parked[0])
         if self.settled:
             self.player.check()
         elif self.at_rest:
             self.player.check_pending(self.replayed)
+
+    def check_digest_is_refused(self) -> None:
+        """Refused while the host does not know the lengths."""
+        try:
+            self.cache.digest()
+        except DriverError:
+            raise
+        except MemraError:
+            return
+        raise Difference("digest was not refused while the cache is unsettled")

@@ -1,17 +1,17 @@
-"""Events of random programs: steps, attention by itself, batches and rounds."""
+"""Calls of random programs: steps, attention by itself, batches and rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from decoding import RESULTS, SCALE, WIDTH, Lane
-from geometries import Geometry
-from program_model import CAPACITY, COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Model, event
 
 from memra_driver import ops
 from memra_driver.batch import CacheBatch
+from memra_driver.health import Fault
 from memra_driver.round import Round
+from memra_driver.soak_lane import RESULTS, SCALE, Lane
+from memra_driver.soak_look import same_bytes
+from memra_driver.soak_model import COUNTS, PENDING, READY, ROWS, TOKENS, UNSETTLED, Model, event
+from memra_driver.soak_player import WIDTH, Player
 
 OUTPUTS = {name for names in RESULTS.values() for name in names}
 
@@ -19,15 +19,15 @@ OUTPUTS = {name for names in RESULTS.values() for name in names}
 class Steps(Model):
     """What moves the sequence forward, and is no capture."""
 
-    def __init__(self, e: Any, geometry: Geometry) -> None:
-        super().__init__(e, geometry)
+    def __init__(self, player: Player) -> None:
+        super().__init__(player)
         self.batch = CacheBatch([self.cache])
-        self.batch_lane = Lane(self.batch, 1)
+        self.batch_lane = Lane(self.batch, 1, salt=player.oracle.salt)
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         self.batch.close()
         self.batch_lane.close()
-        super().teardown()
+        super().close()
 
     # Steps.
 
@@ -42,7 +42,7 @@ class Steps(Model):
             and self.steppable
             and (self.round is None or rows <= self.round.width)
             and (self.state is not PENDING or rows <= len(self.tokens) - self.pos)
-            and self.pos + rows <= CAPACITY
+            and self.pos + rows <= self.capacity
         )
         layers = self.layers[:few] if few else self.layers
         lane = self.player.lane(rows).fill((self.start, tokens))
@@ -63,6 +63,14 @@ class Steps(Model):
             lane.run(self.cache, rest, self.taps.of(len(self.step)))
             self.tapped(rest)
             self.ran = len(self.layers)
+
+    @event(lambda self: 0 < self.ran < len(self.layers), rows=ROWS, tokens=TOKENS)
+    def run_the_rest_wider(self, rows: int, tokens: list[int]) -> None:
+        """A step has the same rows in every layer."""
+        changing = [il for il in self.layers[self.ran :] if il in self.owners or self.cache.recur[il] is not None]
+        if self.ran > 0 and changing and rows != len(self.step):
+            lane = self.player.lane(rows).fill((self.start, tokens[:rows]))
+            self.attempt(False, lambda: lane.run(self.cache, changing[:1]))
 
     def tapped(self, layers: Sequence[int]) -> None:
         if self.taps.of(len(self.step)):
@@ -99,8 +107,8 @@ class Steps(Model):
     )  # fmt: skip
     def attend(self, which: int, rows: int, window: int | None) -> None:
         """By itself, of an open step's rows or of those of a pending replay, also through another window."""
-        il = [*self.reads][which % len(self.reads)]
-        allowed = self.steppable and self.pos + rows <= self.length(self.reads[il][0]) and window != -1
+        il = [*self.player.oracle.reads][which % len(self.player.oracle.reads)]
+        allowed = self.steppable and self.pos + rows <= self.length(self.player.oracle.reads[il][0]) and window != -1
         ahead = self.tokens[self.pos :] if self.state is PENDING else self.step
         tokens, before = [*ahead[:rows], *[0] * (rows - len(ahead))], self.tokens[: self.start]
         lane = self.player.lane(rows).fill((self.start, tokens))
@@ -111,13 +119,32 @@ class Steps(Model):
             for r, attended in enumerate(out.to_numpy().reshape(rows, -1)):
                 after = (*before, *tokens[: r + 1])
                 if window is None:
-                    assert attended.tobytes() == oracle.at(after).results[il, "attended"]
+                    what, wanted = f"layer {il} attended, row {r} of {rows}", oracle.at(after).results[il, "attended"]
+                    oracle.compared += same_bytes(what, attended, wanted)
                 else:
                     oracle.check_attended(after, il, attended.tobytes(), window)
 
+    @event(lambda self: self.owners and self.state is not UNSETTLED, which=range(3), start=(0, 0, 1, 7), rows=range(6))
+    def dequant(self, which: int, start: int, rows: int) -> None:
+        """Decodes rows that stand, to the formulas' own numbers."""
+        if not self.owners:
+            return
+        il = self.owners[which % len(self.owners)]
+        stop, layer = start + rows, self.cache.kv_layer(il)
+        allowed = self.state is not UNSETTLED and stop <= self.length(il)
+        with self.e.uninit(rows * layer.kv_dim_k) as k, self.e.uninit(rows * layer.kv_dim_v) as v:
+            self.attempt(allowed, lambda: ops.dequant_kv(self.e, self.cache, il, start, stop, k, v))
+            if allowed:
+                stands = [*self.tokens, *(self.step if self.state is READY else ())]
+                for side, found in zip("kv", self.player.oracle.decoded(stands, il, start, stop), strict=True):
+                    made = (k if side == "k" else v).to_numpy()
+                    self.player.oracle.compared += same_bytes(
+                        f"layer {il} {side}, decoded from {start} on", made, found
+                    )
+
     @event(lambda self: self.settled, token=(0, 1))
     def step_in_a_batch(self, token: int) -> None:
-        allowed = self.settled and self.pos < CAPACITY
+        allowed = self.settled and self.pos < self.capacity
         self.batch_lane.fill((self.start, [token]))
         self.attempt(allowed, lambda: self.batch_lane.run(self.batch))
         if allowed:
@@ -151,6 +178,7 @@ class Steps(Model):
             allowed = possible
             self.attempt(allowed, lambda: r.commit_from_device(count))
             if allowed:
+                self.faults |= {Fault.BAD_ACCEPT} if not 0 <= accept <= rows else set()
                 self.moved(stands, rows, unsettles=True)
         if allowed:
             self.over()
