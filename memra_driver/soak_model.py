@@ -212,8 +212,8 @@ class Model:
             self.check_digest_is_refused()
             return
         row = cache.take_logits(self.player.last)
-        parked = None if row is None else row.to_numpy()[0]
-        same("parked logits", parked, None if self.parked is None else self.parked[0])
+        parked = None if row is None else {*row.to_numpy().tolist()}
+        same("parked logits", parked, None if self.parked is None else {self.parked[0]})
         if self.settled:
             self.player.check()
         elif self.at_rest:

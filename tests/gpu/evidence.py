@@ -1,10 +1,11 @@
 """Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
 
-    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [embed] [runs]      (all five when none is named)
+    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [embed] [runs]      (all six when none is named)
 
 suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of
-compute-sanitizer over `check --small`, where every plane is an allocation of its own. embed: the same over the engine
-in C. runs: the main job on two models. The last lines are a table; the exit status is 1 where anything failed.
+compute-sanitizer over `check --small`, where every plane is an allocation of its own. tests: the same over the tests
+that launch most, all at once. embed: the same over the engine in C. runs: the main job on two models. The last lines
+are a table; the exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,14 @@ RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
     ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
 )
+SANITIZED = (  # of tests/test_*.py, what a process runs
+    ("kernels", "kernels_batch", "offsets", "special_values"),
+    ("kernels_recurrent", "recur_step", "health_matrix"),
+    ("attend", "attend_pipe"),
+    ("steps", "batch", "taps", "ops"),
+    ("round", "rollback", "snapshots", "graph", "replayed_clock"),
+)
+SANITIZED_SECONDS = 360  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
 
@@ -118,6 +128,41 @@ def sanitizers() -> list[Line]:
     return lines
 
 
+def tests() -> list[Line]:
+    """Every tool over every group, side by side; calls that the tests make fail on purpose are no errors."""
+    begin = time.monotonic()
+    running = {}
+    for tool in TOOLS:
+        api = ["--report-api-errors", "no"] if tool == "memcheck" else []
+        for group in SANITIZED:
+            files = [f"tests/test_{name}.py" for name in group]
+            command = ["compute-sanitizer", "--tool", tool, *api, "--error-exitcode", "7"]
+            command += [sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "0", "-p", "no:cacheprovider", *files]
+            running[tool, group] = subprocess.Popen(
+                command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,  # so that what it watches ends with it
+            )  # fmt: skip
+    lines: list[Line] = []
+    tools: dict[str, dict[str, Any]] = {}
+    for (tool, group), process in running.items():
+        try:
+            text, _ = process.communicate(timeout=max(1.0, begin + SANITIZED_SECONDS - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            text, _ = process.communicate()
+            text += "\nnot done in time"
+        summary = re.findall(r"=+ (.*SUMMARY.*)", text)
+        ran = re.findall(r"^\d+ (?:passed|failed).* in .*$", text, re.MULTILINE)
+        passed = process.returncode == 0 and bool(summary)
+        said = f"{summary[-1] if summary else 'no summary'}; {ran[-1] if ran else last_line(text)}"
+        if not passed:
+            print(f"$ {tool} {' '.join(group)}\n{text[-3000:]}")
+        tools.setdefault(tool, {})[" ".join(group)] = {"said": said, "passed": passed}
+        lines.append((f"{tool}, {group[0]} ..", passed, said, time.monotonic() - begin))
+    keep("sanitized_tests", {"command": "compute-sanitizer --tool TOOL pytest --gpu FILES", "tools": tools})
+    return lines
+
+
 def embed() -> list[Line]:
     from memra_driver import get_cubins, get_include, native
 
@@ -149,7 +194,7 @@ def runs() -> list[Line]:
 
 
 def main(asked: list[str]) -> int:
-    parts = {"suite": suite, "check": check, "sanitizers": sanitizers, "embed": embed, "runs": runs}
+    parts = {"suite": suite, "check": check, "sanitizers": sanitizers, "tests": tests, "embed": embed, "runs": runs}
     unknown = set(asked) - set(parts)
     if unknown:
         print(f"{sorted(unknown)} are no parts; there are {list(parts)}")
