@@ -10,8 +10,8 @@
 // against is a whole number and moves only where a score passes it by 15, for that column alone; elsewhere the sums
 // are multiplied by 1. Weights and V are rounded to f16: values beyond 65504 become infinite.
 //
-// An entry is made for some head dims, numbers of K/V heads and formats (FIXED: the compiler folds every stride and
-// offset, and unrolls the loops over a stage), or for any (the same operations in the same order, so the same bits).
+// An entry is made for one number of K/V heads, head dim and pair of formats (FIXED: the compiler folds every stride and
+// offset, and unrolls the loops over a stage), or for any.
 #pragma once
 
 #include "attend_pipe_query.cuh"
@@ -171,12 +171,11 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                         copy_sums<WORDS, NT>(kept, out);
                     }
                 }
-                if (done) {
-                } else if (b.v_format == MEMRA_Q5_1) {
+                if (!done && b.v_format == MEMRA_Q5_1) {
                     weigh_stage<VQ5<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
-                } else if (b.v_format == MEMRA_Q4_0) {
+                } else if (!done && b.v_format == MEMRA_Q4_0) {
                     weigh_stage<VQ4<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
-                } else {
+                } else if (!done) {
                     weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
                 }
             }

@@ -5,13 +5,9 @@
 
 // ---------------------------------------------------------------- K
 
-// Elements of a block of q8_0 that lane column t of fragment register reg holds, byte by byte. Two blocks are 17 aligned
-// words: the even one's codes lie across them, and its two last are in the word of the odd one's d.
-static __device__ int q8_element(int odd, int reg, int t, int byte) {
-    if (odd) return 16 * reg + 4 * t + byte;
-    if (reg) return 14 + 4 * t + byte;
-    return t ? 4 * t - 2 + byte : byte < 2 ? byte : 28 + byte;
-}
+// Two blocks of q8_0 are 17 aligned words: the even one's codes lie across them, and its two last are in the word of the odd
+// one's d. So lane column t holds elements 4t - 2 .. and 14 + 4t .. of the even block (column 0 the two first and the two
+// last instead of the former), and 4t .. and 16 + 4t .. of the odd one.
 
 // score += two blocks of q8_0 times the queries, whose integers are 256 high + low. Strides of the query: of the next
 // block and of the next 8 columns.

@@ -10,14 +10,14 @@ struct Task {
     View view;
     Walk walk;
     int seq, tokens;  // tokens: that the planes hold
-    bool reports;  // whether this block tells of queries that are not finite
+    bool reports;     // whether this block tells of queries that are not finite
 };
 
 #define BAD_FACTOR 0x7FC00001u  // a NaN that stands for a query that is not finite
 
 // Where element l of a block of 32 lies among a head's fragments, in bytes from lane 0 of the block's first fragment, for one
-// column: the high part; the low one lies 8 bytes further. Of q8_0 a block is one fragment, see q8_element. Of fp8 two blocks
-// are four fragments, and lane column t has 16 neighbours of them, as score_fp8 takes them.
+// column: the high part; the low one lies 8 bytes further. Of q8_0 a block is one fragment, see score_q8. Of fp8 two blocks are
+// four fragments, and lane column t has 16 neighbours of them, as score_fp8 takes them.
 static __device__ __forceinline__ int place_of(bool fp8, int odd, int l) {
     if (fp8) return l / 8 % 2 * 1024 + l % 8 / 4 * 512 + l / 16 * 16 + l % 4 * 2 + odd * (32 - 1024);
     if (odd) return l % 16 / 4 * 16 + l / 16 * 4 + l % 4;
@@ -38,7 +38,7 @@ struct Queries {
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             int column = first + i * b.team_warps();
-            if (column >= view.columns) column = first;  // nobody needs it
+            if (column >= view.columns) column = 0;  // nobody needs this one
             const int row = view.row(column);
             const int of_all = (row * b.n_head_kv + head) * view.gqa + view.first_column + column - row * view.gqa;
             query[i] = q + (long long)of_all * b.head_dim_k + lane;
