@@ -1,4 +1,4 @@
-// attend_pipe.cuh: what a block of attend_pipe works on: its shared memory, what its columns see, its way through the tiles.
+// attend_pipe.cuh: what a block of attend_pipe works on: its shared memory, what its columns see, its way through tiles.
 #pragma once
 
 #include "attend.cuh"
@@ -28,7 +28,7 @@ struct Plane {
     __device__ memra_pipe* empty_pipe(uint8_t* bytes, int i) const { return (memra_pipe*)(bytes + empty) + i; }
 };
 
-// How a block works: all of it follows from the arguments of block_of, so that an entry for one geometry has it as constants.
+// How a block works. All of it follows from the arguments of block_of: an entry for one geometry has it as constants.
 struct Block {
     Plane k, v;
     int n_head_kv, head_dim_k, head_dim_v, k_format, v_format, columns;
@@ -105,7 +105,7 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
 // Positions are below 2^31.
 struct View {
     int pos, window, gqa;       // of row 0
-    unsigned reciprocal;        // 2^31 / gqa, rounded up: exact for any number of columns that a launch can have; 0 for a row
+    unsigned reciprocal;        // 2^31 / gqa, rounded up: exact for the columns that a launch can have; 0 for one row
     int first_column, columns;
     __device__ int row(int column) const {
         return (int)((unsigned long long)(unsigned)(first_column + column) * reciprocal >> 31);

@@ -1,4 +1,4 @@
-// attend_pipe_fp8_q4_0: attend for GPUs that copy in bulk, K in fp8 and V in q4_0, for the geometries that most models have.
+// attend_pipe_fp8_q4_0: attend for GPUs that copy in bulk, K in fp8 and V in q4_0, for geometries of many models.
 #include "attend_pipe_block.cuh"
 
 // H: K/V heads. D: dims of a head. WORDS: dims of V that a warp sums up / 64. NT: columns / 8.

@@ -5,9 +5,9 @@
 
 // ---------------------------------------------------------------- K
 
-// Two blocks of q8_0 are 17 aligned words: the even one's codes lie across them, and its two last are in the word of the odd
-// one's d. So lane column t holds elements 4t - 2 .. and 14 + 4t .. of the even block (column 0 the two first and the two
-// last instead of the former), and 4t .. and 16 + 4t .. of the odd one.
+// Two blocks of q8_0 are 17 aligned words: the even one's codes lie across them, and its two last are in the word of the
+// odd one's d. So lane column t holds elements 4t - 2 .. and 14 + 4t .. of the even block (column 0 the two first and the
+// two last instead of the former), and 4t .. and 16 + 4t .. of the odd one.
 
 // score += two blocks of q8_0 times the queries, whose integers are 256 high + low. Strides of the query: of the next
 // block and of the next 8 columns.

@@ -1,4 +1,4 @@
-// attend_pipe_q8_0_fp8: attend for GPUs that copy in bulk, K in q8_0 and V in fp8, for the geometries that most models have.
+// attend_pipe_q8_0_fp8: attend for GPUs that copy in bulk, K in q8_0 and V in fp8, for geometries of many models.
 #include "attend_pipe_block.cuh"
 
 // H: K/V heads. D: dims of a head. WORDS: dims of V that a warp sums up / 64. NT: columns / 8.

@@ -15,9 +15,9 @@ struct Task {
 
 #define BAD_FACTOR 0x7FC00001u  // a NaN that stands for a query that is not finite
 
-// Where element l of a block of 32 lies among a head's fragments, in bytes from lane 0 of the block's first fragment, for one
-// column: the high part; the low one lies 8 bytes further. Of q8_0 a block is one fragment, see score_q8. Of fp8 two blocks are
-// four fragments, and lane column t has 16 neighbours of them, as score_fp8 takes them.
+// Where element l of a block of 32 lies among a head's fragments, in bytes from lane 0 of the block's first fragment, for
+// one column: the high part; the low one lies 8 bytes further. Of q8_0 a block is one fragment, see score_q8. Of fp8 two
+// blocks are four fragments, and lane column t has 16 neighbours of them, as score_fp8 takes them.
 static __device__ __forceinline__ int place_of(bool fp8, int odd, int l) {
     if (fp8) return l / 8 % 2 * 1024 + l % 8 / 4 * 512 + l / 16 * 16 + l % 4 * 2 + odd * (32 - 1024);
     if (odd) return l % 16 / 4 * 16 + l / 16 * 4 + l % 4;
@@ -47,7 +47,8 @@ struct Queries {
         }
     }
 
-    __device__ __forceinline__ void store(const Block& b, uint8_t* bytes, const View& view, int first, float scale) const {
+    __device__ __forceinline__ void store(const Block& b, uint8_t* bytes, const View& view, int first,
+                                          float scale) const {
         const int lane = threadIdx.x & 31, blocks = b.head_dim_k / 32, head = (int)(threadIdx.x / 32) >> b.team_shift;
         float* const factors = (float*)(bytes + b.factor) + head * b.columns;
         uint8_t* const fragments = bytes + b.query + head * b.columns / 8 * b.query_bytes;

@@ -105,6 +105,7 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
     ]
     cases += [Attend(pair, (64, 192), 2, 100, heads_kv, 2) for pair in PAIRS[:3] for heads_kv in (4, 8)]
     cases += [Attend(pair, (96, 96), 2, 100, 2, 2) for pair in PAIRS[1:3]]
+    cases += [Attend(PAIRS[0], (256, 256), 1, 100, 1, 2)]  # fewer columns than a team has warps
     windows = ((0, 0), (63, 64), (130, 7), (128, 65))
     cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
     kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
