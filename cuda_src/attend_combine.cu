@@ -13,15 +13,17 @@ extern "C" __global__ void __launch_bounds__(384) attend_combine(
         int head_dim_v, int window, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     __shared__ float most_of[FOLDS], weight_of[FOLDS];
     __shared__ float2 value_of[FOLDS][DIMS / 2];
+    const long long own_pos = seqs ? 0 : memra_slot(pos_d, slot);  // what all else waits for
     const int lane = threadIdx.x & 31, fold = threadIdx.x / 32;
     const unsigned pieces = (unsigned)(head_dim_v + DIMS - 1) / DIMS, entry = blockIdx.x / pieces;  // (sequence, row, head)
-    const unsigned row = entry / (unsigned)n_head, seq = row / (unsigned)rows;                      // row of all sequences
+    const unsigned row = entry / (unsigned)n_head;  // of all sequences
+    const unsigned seq = seqs ? row / (unsigned)rows : 0;
     const int dim = (int)(blockIdx.x - entry * pieces) * DIMS + 2 * lane, stride = head_dim_v + TAIL;
+    long long pos = own_pos;
     if (seqs && seq < (unsigned)n_seqs) {
-        pos_d = (const int*)seqs[seq].pos_d;
+        pos = memra_slot((const int*)seqs[seq].pos_d, slot);
         max_ctx = seqs[seq].max_ctx;
     }
-    const long long pos = memra_slot(pos_d, slot);
     const bool valid = seq < (unsigned)n_seqs && pos >= 0 && pos + rows <= max_ctx;
     const int last = valid ? (int)(pos + (row - seq * rows)) : 0, first_tile = (int)first_key(last, window) / TILE;
     const int tiles = last / TILE - first_tile + 1, after = GROUPS - first_tile % GROUPS;

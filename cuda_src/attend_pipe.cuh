@@ -1,100 +1,111 @@
-// attend_pipe.cuh: what a block of attend_pipe works on: its shared memory, what its columns see, its way through the tiles.
+// attend_pipe.cuh: what a block of attend_pipe works on: its shared memory, what its columns see, its way through tiles.
 #pragma once
 
 #include "attend.cuh"
 #include "pipe.cuh"
 
-#define TEAM_WARPS 8                     // warps that compute; one more brings K and V
-#define PIPE_THREADS (32 * TEAM_WARPS + 32)
+#define TEAM_WARPS 8                     // warps that compute
+#define PIPE_THREADS (32 * (TEAM_WARPS + QUARTERS))
 #define PIPE_SHARED_BYTES (227 << 10)    // all that a block of sm_90 can have
 #define FIXED_BYTES 768                  // of it for the pipes, and for what reads behind the last row
 #define STAGE_BYTES (70 << 10)           // at most, where a stage can be smaller
-#define QUARTERS 4                       // a stage arrives in so many copies, each further from its bank than the last
+#define QUARTERS 4                       // a stage arrives in so many copies, each by a warp that does nothing else, and
+                                         // each further from its bank than the last
 
 // A stage is what a block works on at once: `tokens` keys of all K/V heads, all of one tile. Lane (g, t) of a warp reads
 // K rows of quarter g / 2 and V rows of quarter t, so the quarters are moved against each other until no two lie in
-// the same banks.
+// the same banks. Offsets are bytes of the block's shared memory.
 struct Plane {
     int token_bytes, head_bytes;
-    int quarter_bytes, quarter_stride;  // in memory, and apart in shared memory (without the shift)
-    int stage_bytes, stages;
-    int shift_low, shift_high;          // quarter c is shifted by shift_low * (c & 1) + shift_high * (c / 2)
-    uint8_t* ring;
-    memra_pipe *full, *empty;           // (stages)
-    __device__ int quarter(int c) const { return c * quarter_stride + shift_low * (c & 1) + shift_high * (c >> 1); }
-    __device__ void shape(long long tok_bytes, int bytes_of_head, int tokens) {
-        token_bytes = (int)tok_bytes;
-        head_bytes = bytes_of_head;
-        quarter_bytes = tokens / QUARTERS * token_bytes;
-        quarter_stride = (quarter_bytes + 127) / 128 * 128;
-        stage_bytes = QUARTERS * quarter_stride + 128;
+    int quarter_stride, shift_low, shift_high;  // quarter c lies at quarter(c) of a stage
+    int stage_bytes, stages, ring;
+    int full, empty;                            // offsets of `stages` pipes each
+    __device__ constexpr int quarter(int c) const {
+        return c * quarter_stride + shift_low * (c & 1) + shift_high * (c >> 1);
     }
+    __device__ uint8_t* stage(uint8_t* bytes, int i) const { return bytes + ring + i * stage_bytes; }
+    __device__ memra_pipe* full_pipe(uint8_t* bytes, int i) const { return (memra_pipe*)(bytes + full) + i; }
+    __device__ memra_pipe* empty_pipe(uint8_t* bytes, int i) const { return (memra_pipe*)(bytes + empty) + i; }
 };
 
+// How a block works. All of it follows from the arguments of block_of: an entry for one geometry has it as constants.
 struct Block {
     Plane k, v;
-    int tokens;          // of a stage
-    int team_shift;      // 2^team_shift warps share a K/V head
-    int query_bytes;     // of one K/V head and 8 columns
-    uint8_t* query;      // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
-    float* factor;       // (n_head_kv, 8 NT): from a sum of codes to a power of two
-    uint2* weight;       // (2, n_head_kv, tokens / 16, NT, 32 lanes): fragments of the weights
-    float* most;         // (n_head_kv, team_warps, 8 NT)
+    int n_head_kv, head_dim_k, head_dim_v, k_format, v_format, columns;
+    int tokens;      // of a stage
+    int team_shift;  // 2^team_shift warps share a K/V head
+    int query;       // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
+    int query_bytes; // of one K/V head and 8 columns
+    int weight;      // (2, n_head_kv, tokens / 16, NT, 32 lanes) of 8 bytes: fragments of the weights
+    int factor;      // (n_head_kv, 8 NT) f32: from a sum of codes to a power of two
+    int most;        // (n_head_kv, team_warps, 8 NT) f32
+    __device__ constexpr int team_warps() const { return 1 << team_shift; }
+    __device__ constexpr int slabs() const { return tokens / 16; }
 };
 
-static __device__ int block_bytes_of(int format) {
+static __device__ constexpr int block_bytes_of(int format) {
     return format == MEMRA_Q8_0 ? 34 : format == MEMRA_Q5_1 ? 24 : format == MEMRA_Q4_0 ? 18 : 32;
 }
 
+static __device__ constexpr Plane plane_of(long long tok_bytes, int head_dim, int format, int tokens) {
+    Plane p = {};
+    p.token_bytes = (int)tok_bytes;
+    p.head_bytes = head_dim / 32 * block_bytes_of(format);
+    p.quarter_stride = (tokens / QUARTERS * p.token_bytes + 127) / 128 * 128;
+    p.stage_bytes = QUARTERS * p.quarter_stride + 128;
+    return p;
+}
+
+// slabs: those of 16 keys that a warp scores of each stage, where it has a head for itself.
 // The same numbers in kernels.py and memra_kernels.c decide whether a geometry is served here at all.
-static __device__ void plan_block(Block& b, uint8_t* bytes, int nt, int n_head_kv, int head_dim_k, int head_dim_v,
-                                  long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format) {
-    const int team_shift = n_head_kv == 1 ? 3 : n_head_kv == 2 ? 2 : n_head_kv <= 4 ? 1 : 0;
-    int tokens = team_shift >= 2 ? 64 : 16 << team_shift;
-    while (tokens > 16 && tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) tokens /= 2;
-    Plane k, v;
-    k.shape(k_tok_bytes, head_dim_k / 32 * block_bytes_of(k_format), tokens);
-    v.shape(v_tok_bytes, head_dim_v / 32 * block_bytes_of(v_format), tokens);
-    const int lines = k.token_bytes / 16 & 7;  // where the next row of K begins, in 16 bytes of 128
-    k.shift_low = lines & 1 ? 32 : 16;
-    k.shift_high = lines == 4 ? 32 : 64;
-    v.shift_low = 32;
-    v.shift_high = 64;
+static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int head_dim_k, int head_dim_v,
+                                           long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format) {
+    Block b = {};
+    b.n_head_kv = n_head_kv;
+    b.head_dim_k = head_dim_k;
+    b.head_dim_v = head_dim_v;
+    b.k_format = k_format;
+    b.v_format = v_format;
+    b.columns = 8 * nt;
+    b.team_shift = n_head_kv == 1 ? 3 : n_head_kv == 2 ? 2 : n_head_kv <= 4 ? 1 : 0;
+    b.tokens = b.team_shift >= 2 ? 64 : slabs * 16 << b.team_shift;
+    while (b.tokens > 16 && b.tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) b.tokens /= 2;
+    b.k = plane_of(k_tok_bytes, head_dim_k, k_format, b.tokens);
+    b.v = plane_of(v_tok_bytes, head_dim_v, v_format, b.tokens);
+    const int lines = b.k.token_bytes / 16 & 7;  // where the next row of K begins, in 16 bytes of 128
+    b.k.shift_low = lines & 1 ? 32 : 16;
+    b.k.shift_high = lines == 4 ? 32 : 64;
+    b.v.shift_low = 32;
+    b.v.shift_high = 64;
 
-    const int query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16), query = n_head_kv * nt * query_bytes;
-    const int weight = 2 * n_head_kv * (tokens / 16) * nt * 256, reals = 4 * 8 * nt * n_head_kv * (1 + (1 << team_shift));
+    b.query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16);
+    const int query = n_head_kv * nt * b.query_bytes, weight = 2 * n_head_kv * b.slabs() * nt * 256;
+    const int reals = 4 * 8 * nt * n_head_kv * (1 + b.team_warps());
     int room = PIPE_SHARED_BYTES - FIXED_BYTES - query - weight - reals;
-    k.stages = v.stages = 0;
-    for (; room >= k.stage_bytes + v.stage_bytes && k.stages < 15; room -= k.stage_bytes + v.stage_bytes) {
-        k.stages++;
-        v.stages++;
-    }
-    if (room >= k.stage_bytes) k.stages++;
-    else if (room >= v.stage_bytes) v.stages++;
+    const int both = room / (b.k.stage_bytes + b.v.stage_bytes), pairs = both < 15 ? both : 15;
+    room -= pairs * (b.k.stage_bytes + b.v.stage_bytes);
+    b.k.stages = pairs + (room >= b.k.stage_bytes ? 1 : 0);
+    b.v.stages = pairs + (room < b.k.stage_bytes && room >= b.v.stage_bytes ? 1 : 0);
 
-    k.full = (memra_pipe*)bytes;
-    k.empty = k.full + 16;
-    v.full = k.full + 32;
-    v.empty = k.full + 48;
-    uint8_t* at = bytes + 64 * sizeof(memra_pipe);
-    b.query = at;
-    b.weight = (uint2*)(at += query);
-    b.factor = (float*)(at += weight);
-    b.most = b.factor + n_head_kv * 8 * nt;
-    k.ring = at + (reals + 127) / 128 * 128;
-    v.ring = k.ring + k.stages * k.stage_bytes;
-    b.k = k;
-    b.v = v;
-    b.tokens = tokens;
-    b.team_shift = team_shift;
-    b.query_bytes = query_bytes;
+    const int pipes = 16 * (int)sizeof(memra_pipe);
+    b.k.full = 0;
+    b.k.empty = pipes;
+    b.v.full = 2 * pipes;
+    b.v.empty = 3 * pipes;
+    b.query = 4 * pipes;
+    b.weight = b.query + query;
+    b.factor = b.weight + weight;
+    b.most = b.factor + 4 * n_head_kv * 8 * nt;
+    b.k.ring = b.factor + (reals + 127) / 128 * 128;
+    b.v.ring = b.k.ring + b.k.stages * b.k.stage_bytes;
+    return b;
 }
 
 // Which keys the columns of a block see: column c is row (first_column + c) / gqa, query head (first_column + c) % gqa.
 // Positions are below 2^31.
 struct View {
     int pos, window, gqa;       // of row 0
-    unsigned reciprocal;        // 2^31 / gqa, rounded up: exact for any number of columns that a launch can have
+    unsigned reciprocal;        // 2^31 / gqa, rounded up: exact for the columns that a launch can have; 0 for one row
     int first_column, columns;
     __device__ int row(int column) const {
         return (int)((unsigned long long)(unsigned)(first_column + column) * reciprocal >> 31);
@@ -134,10 +145,12 @@ static __device__ Walk walk_of(int group, int first, int last, int tokens) {
 struct Turn {
     int stage;
     unsigned parity;
+    bool fresh;  // no stage has been used before
     __device__ void next(int stages) {
         if (++stage == stages) {
             stage = 0;
             parity ^= 1;
+            fresh = false;
         }
     }
 };

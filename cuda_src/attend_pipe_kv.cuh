@@ -5,18 +5,15 @@
 
 // ---------------------------------------------------------------- K
 
-// Elements of a block of q8_0 that lane column t of fragment register reg holds, byte by byte. Two blocks are 17 aligned
-// words: the even one's codes lie across them, and its two last are in the word of the odd one's d.
-static __device__ int q8_element(int odd, int reg, int t, int byte) {
-    if (odd) return 16 * reg + 4 * t + byte;
-    if (reg) return 14 + 4 * t + byte;
-    return t ? 4 * t - 2 + byte : byte < 2 ? byte : 28 + byte;
-}
+// Two blocks of q8_0 are 17 aligned words: the even one's codes lie across them, and its two last are in the word of the
+// odd one's d. So lane column t holds elements 4t - 2 .. and 14 + 4t .. of the even block (column 0 the two first and the
+// two last instead of the former), and 4t .. and 16 + 4t .. of the odd one.
 
-// score += two blocks of q8_0 times the queries, whose integers are 256 high + low.
+// score += two blocks of q8_0 times the queries, whose integers are 256 high + low. Strides of the query: of the next
+// block and of the next 8 columns.
 template <int NT>
-static __device__ void score_q8(const uint8_t* upper, const uint8_t* lower, const uint4* query, int query_stride,
-                                float score[NT][4]) {
+static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint8_t* lower, const uint4* query,
+                                                int block_stride, int query_stride, float score[NT][4]) {
     const int t = threadIdx.x & 3;
     const uint32_t *x = (const uint32_t*)upper, *y = (const uint32_t*)lower;
     const uint32_t mixed = t == 0 ? 0x5432u : 0x3210u, x0 = x[0], y0 = y[0], x8 = x[8], y8 = y[8];
@@ -28,7 +25,7 @@ static __device__ void score_q8(const uint8_t* upper, const uint8_t* lower, cons
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int block = 0; block < 2; block++) {
-            const uint4 q = query[n * query_stride + 32 * block];
+            const uint4 q = query[n * query_stride + block_stride * block];
             int high[4], low[4];
             memra_mma_s8(high, block ? odd : even, q.x, q.y);
             memra_mma_s8(low, block ? odd : even, q.z, q.w);

@@ -3,16 +3,42 @@
 
 #include "attend_pipe_kv.cuh"
 
-// Sums over V of one stage: out (dims of this warp, columns) += V^T weights; and of the weights themselves. dims: of the
-// head, from this warp's first on.
-template <class V, int WORDS, int NT>
-static __device__ void weigh_stage(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
-                                   uint32_t base, float out[4 * WORDS][NT][4], float sum[NT][4]) {
+// The weights of this warp's keys of a stage, as they were handed over: sum[n] is of column g, over the lane's keys.
+template <int NT, int SLABS>
+static __device__ __forceinline__ void add_weights(const uint2* weight, float sum[NT]) {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const uint2 two = weight[(slab * NT + n) * 32 + (threadIdx.x & 31)];
+            const float x = __fadd_rn(memra_from_f16((uint16_t)two.x), memra_from_f16((uint16_t)(two.x >> 16)));
+            const float y = __fadd_rn(memra_from_f16((uint16_t)two.y), memra_from_f16((uint16_t)(two.y >> 16)));
+            sum[n] = __fadd_rn(sum[n], __fadd_rn(x, y));
+        }
+    }
+}
+
+template <int WORDS, int NT>
+static __device__ __forceinline__ void copy_sums(const float from[4 * WORDS][NT][4], float to[4 * WORDS][NT][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * WORDS; i++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int x = 0; x < 4; x++) to[i][n][x] = from[i][n][x];
+        }
+    }
+}
+
+// Sums over V of one stage: out (dims of this warp, columns) += V^T weights. dims: of the head, from this warp's first on.
+template <class V, int WORDS, int NT, bool FIXED>
+static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
+                                                   uint32_t base, float out[4 * WORDS][NT][4]) {
     // A row of fragments behind the head's dims is made of row 0, and nobody uses it: what follows in memory is another
     // team's to write.
     const int lane = threadIdx.x & 31, g = V::first_dim(lane / 4) < dims ? lane / 4 : 0;
-#pragma unroll 1
-    for (int slab = 0; slab < b.tokens / 16; slab++) {
+#pragma unroll(FIXED ? 2 : 1)
+    for (int slab = 0; slab < b.slabs(); slab++) {
         uint32_t w[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -29,55 +55,65 @@ static __device__ void weigh_stage(const Block& b, const uint8_t* rows, int dims
 #pragma unroll
             for (int n = 0; n < NT; n++) memra_mma(out[i][n], a, w[n]);
         }
-        const uint32_t ones[4] = {0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u};
-#pragma unroll
-        for (int n = 0; n < NT; n++) memra_mma(sum[n], ones, w[n]);
     }
 }
 
-// Whether a row of V that some columns see and some do not holds an infinity or a NaN among this warp's dims: a weight
-// of 0 would not silence it.
-static __device__ bool any_odd(const Block& b, const View& view, const uint8_t* head_rows, int format, int first_token,
-                               int first_dim, int dims) {
+// A stage with rows that some columns see and some do not. What takes care of it is called, not inlined: it is rare, and
+// its registers would weigh on every other stage.
+struct Split {
+    View view;
+    Plane plane;
+    const uint8_t* rows;  // of the team's head
+    const uint2* weight;
+    int tokens, format, head_dim, first_token;
+    int first_dim, dims;            // of this warp
+    int lane_dim, step, apart;      // of this lane, see above VQ5
+    __device__ const uint8_t* row(int i) const {
+        const int quarter = tokens / QUARTERS;
+        return rows + plane.quarter(i / quarter) + i % quarter * plane.token_bytes;
+    }
+};
+
+// Whether such a row holds an infinity or a NaN among this warp's dims: a weight of 0 would not silence it.
+static __device__ __noinline__ bool any_odd(const Split& s) {
     bool odd = false;
-    for (int i = 0; i < b.tokens; i++) {
-        const int key = first_token + i;
-        if (key >= view.first(view.columns - 1) && key <= view.last(0)) continue;  // all see it
-        if (key < view.first(0) || key > view.last(view.columns - 1)) continue;    // nobody does
-        const int quarter = b.tokens / QUARTERS;
-        const uint8_t* row = head_rows + b.v.quarter(i / quarter) + i % quarter * b.v.token_bytes;
-        for (int d = threadIdx.x & 31; d < dims; d += 32) odd |= (v_element(row, format, first_dim + d) & 0x7C00u) == 0x7C00u;
+    for (int i = 0; i < s.tokens; i++) {
+        const int key = s.first_token + i;
+        if (key >= s.view.first(s.view.columns - 1) && key <= s.view.last(0)) continue;  // all see it
+        if (key < s.view.first(0) || key > s.view.last(s.view.columns - 1)) continue;    // nobody does
+        const uint8_t* row = s.row(i);
+        for (int d = threadIdx.x & 31; d < s.dims; d += 32) {
+            odd |= (v_element(row, s.format, s.first_dim + d) & 0x7C00u) == 0x7C00u;
+        }
     }
     return __any_sync(MEMRA_ALL_LANES, odd);
 }
 
-// weigh_stage where there is such a row: one row of queries at a time, with the keys that it does not see left out, keeps
-// its own columns of the result.
+// weigh_stage where there is one: one row of queries at a time, with the keys that it does not see left out, keeps its own
+// columns of the result.
 template <int WORDS, int NT>
-static __device__ void weigh_odd_stage(const Block& b, const View& view, const uint8_t* head_rows, int format,
-                                       int first_token, int head_dim, int lane_dim, int step, int apart,
-                                       const uint2* weight, float out[4 * WORDS][NT][4], float sum[NT][4]) {
-    const int lane = threadIdx.x & 31, t = lane % 4;
+static __device__ __noinline__ void weigh_odd_stage(const Split& s, float out[4 * WORDS][NT][4]) {
+    const int lane = threadIdx.x & 31, t = lane % 4, quarter = s.tokens / QUARTERS;
 #pragma unroll 1
-    for (int slab = 0; slab < b.tokens / 16; slab++) {
-        const int key = first_token + t * (b.tokens / QUARTERS) + 4 * slab;  // of the lane's four
-        const uint8_t* row = head_rows + b.v.quarter(t) + 4 * slab * b.v.token_bytes;
+    for (int slab = 0; slab < s.tokens / 16; slab++) {
+        const int own = t * quarter + 4 * slab;  // of the lane's four keys
 #pragma unroll 1
-        for (int first = 0; first < view.columns;) {
-            int end = (view.row(first) + 1) * view.gqa - view.first_column;
-            end = end < view.columns ? end : view.columns;
-#pragma unroll
+        for (int first = 0; first < s.view.columns;) {
+            int end = (s.view.row(first) + 1) * s.view.gqa - s.view.first_column;
+            end = end < s.view.columns ? end : s.view.columns;
+#pragma unroll 1
             for (int i = 0; i < 4 * WORDS; i++) {
                 uint32_t a[4] = {};
-#pragma unroll 1
-                for (int x = 0; x < 8; x++) {  // the fragment's elements, see above VQ5
-                    const int which = (x & 1) + (x / 4) * 2, dim = lane_dim + i / 4 * step + i % 4 + (x / 2 & 1) * apart;
-                    if (dim >= head_dim || !view.sees(first, key + which)) continue;
-                    a[x / 2] |= v_element(row + which * b.v.token_bytes, format, dim) << 16 * (x & 1);
-                }
 #pragma unroll
+                for (int x = 0; x < 8; x++) {  // the fragment's elements
+                    const int key = own + (x & 1) + (x / 4) * 2;
+                    const int dim = s.lane_dim + i / 4 * s.step + i % 4 + (x / 2 & 1) * s.apart;
+                    if (dim >= s.head_dim || !s.view.sees(first, s.first_token + key)) continue;
+                    a[x / 2] |= v_element(s.row(key), s.format, dim) << 16 * (x & 1);
+                }
+#pragma unroll 1
                 for (int n = 0; n < NT; n++) {
-                    const uint2 two = weight[(slab * NT + n) * 32 + lane];
+                    const uint2 two = s.weight[(slab * NT + n) * 32 + lane];
                     const uint32_t w[2] = {two.x, two.y};
                     float kept[4] = {out[i][n][0], out[i][n][1], out[i][n][2], out[i][n][3]};
                     memra_mma(kept, a, w);
@@ -89,13 +125,6 @@ static __device__ void weigh_odd_stage(const Block& b, const View& view, const u
                 }
             }
             first = end;
-        }
-        const uint32_t ones[4] = {0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u};
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const uint2 two = weight[(slab * NT + n) * 32 + lane];
-            const uint32_t w[2] = {two.x, two.y};
-            memra_mma(sum[n], ones, w);
         }
     }
 }

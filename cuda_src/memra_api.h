@@ -419,7 +419,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   copy_rows          rows * (columns / 1024)                                                256       0
  *   attend_W           n_seqs * (rows * gqa / 8) * n_head_kv * 132                            128       S(8)
  *   attend_W_wide      n_seqs * (rows * gqa / 32) * n_head_kv * 132                           128       S(32)
- *   attend_pipe_W_C    132                                                                    288       232448
+ *   attend_pipe_*      132                                                                    384       232448
  *   attend_combine     n_seqs * rows * n_head * (head_dim_v / 64)                             384       0
  *
  * N is state_size: 32, 64, 128 or 256. The states of gdn_scan and recur_step lie at multiples of 16 bytes. `blocks` of
@@ -433,7 +433,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
  * S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
  * + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
- * attend_pipe_W_C is for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane.
+ * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane: attend_pipe_W_C, and
+ * attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both sides.
  */
 MEMRA_API int memra_launch_append_kv(
     memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,
@@ -482,7 +483,7 @@ MEMRA_API int memra_launch_copy_many(
 MEMRA_API int memra_launch_copy_rows(
     memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
     int32_t columns, uint64_t health, int32_t layer);
-/* On sm_90 the entry is attend_pipe_W_C where its geometry is served, whatever the position and the number of rows: at most
+/* On sm_90 the entry is one of attend_pipe_* where its geometry is served, whatever the position and the number of rows: at most
  * 8 K/V heads, head dims that are multiples of 64, tokens as above, and room for two stages of them in shared memory.
  * Elsewhere the entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is at most 99 KiB.
  * part has memra_attend_part_bytes of room; it and the planes are 16-byte aligned. */

@@ -115,6 +115,7 @@ int memra_cuda_status(const char *call, CUresult code);
 
 /* ---- Devices (memra_device.c) and kernels (memra_kernels.c) ---- */
 
+enum { MEMRA_FIXED_Q8 = 8, MEMRA_FIXED_FP8 = 7, MEMRA_FIXED = 3 * (MEMRA_FIXED_Q8 + MEMRA_FIXED_FP8) };  /* by K's format */
 enum memra_kernel {
     MEMRA_K_APPEND_KV, MEMRA_K_DEQUANT_KV, MEMRA_K_CONV_UPDATE, MEMRA_K_CONV_RING_REBUILD, MEMRA_K_GDN_PREP,
     MEMRA_K_GDN_SCAN, MEMRA_K_RECUR_STEP_32, MEMRA_K_RECUR_STEP_64, MEMRA_K_RECUR_STEP_128, MEMRA_K_RECUR_STEP_256,
@@ -123,7 +124,9 @@ enum memra_kernel {
     MEMRA_K_ATTEND_512, MEMRA_K_ATTEND_64_WIDE, MEMRA_K_ATTEND_128_WIDE, MEMRA_K_ATTEND_192_WIDE,
     MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_PIPE_64_8, MEMRA_K_ATTEND_PIPE_64_16, MEMRA_K_ATTEND_PIPE_64_32,
     MEMRA_K_ATTEND_PIPE_128_8, MEMRA_K_ATTEND_PIPE_128_16, MEMRA_K_ATTEND_PIPE_128_24, MEMRA_K_ATTEND_PIPE_256_8,
-    MEMRA_K_ATTEND_COMBINE, MEMRA_N_KERNELS
+    MEMRA_K_ATTEND_PIPE_FIXED,  /* the first of MEMRA_FIXED, of which memra_kernels.c has the order */
+    MEMRA_K_ATTEND_COMBINE = MEMRA_K_ATTEND_PIPE_FIXED + MEMRA_FIXED,
+    MEMRA_N_KERNELS
 };
 extern const char *const memra_kernel_names[MEMRA_N_KERNELS];
 /* After loading: refused where its parameters are others than ours; attend gets the shared memory that it needs. */

@@ -27,10 +27,18 @@ enum {
     ATTEND_WIDE = 32,                  /* and of a wide one */
     ATTEND_SHARED_BYTES = 99 << 10,    /* the smallest limit of a block among GPUs from sm_80 on */
     PIPE_ARCH = 90,                    /* the only one that attend_pipe works on */
-    PIPE_WARPS = 8,                    /* that compute; one more brings K and V */
+    PIPE_WARPS = 8,                    /* that compute, */
+    PIPE_BRINGERS = 4,                 /* and more, that bring K and V */
     PIPE_SHARED_BYTES = 227 << 10,     /* all that a block of sm_90 can have */
     PIPE_STAGE_BYTES = 70 << 10        /* of K and V at most, where a stage can be smaller */
 };
+
+/* Entries of attend_pipe for one pair of formats, by K/V heads, head dim and columns. */
+#define FIXED_FP8(pair) \
+    "attend_pipe_" pair "_2x256_8", "attend_pipe_" pair "_2x256_16", "attend_pipe_" pair "_2x256_32", \
+        "attend_pipe_" pair "_4x256_8", "attend_pipe_" pair "_4x256_16", "attend_pipe_" pair "_8x128_8", \
+        "attend_pipe_" pair "_8x128_16"
+#define FIXED_Q8(pair) FIXED_FP8(pair), "attend_pipe_" pair "_4x256_24"
 
 const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "recur_step_32",
@@ -38,11 +46,12 @@ const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
     "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide",
     "attend_pipe_64_8", "attend_pipe_64_16", "attend_pipe_64_32", "attend_pipe_128_8", "attend_pipe_128_16",
-    "attend_pipe_128_24", "attend_pipe_256_8", "attend_combine",
+    "attend_pipe_128_24", "attend_pipe_256_8", FIXED_Q8("q8_0_q5_1"), FIXED_Q8("q8_0_q4_0"), FIXED_Q8("q8_0_fp8"),
+    FIXED_FP8("fp8_q5_1"), FIXED_FP8("fp8_q4_0"), FIXED_FP8("fp8_fp8"), "attend_combine",
 };
 
 static bool is_pipe(enum memra_kernel k) {
-    return k >= MEMRA_K_ATTEND_PIPE_64_8 && k <= MEMRA_K_ATTEND_PIPE_256_8;
+    return k >= MEMRA_K_ATTEND_PIPE_64_8 && k < MEMRA_K_ATTEND_COMBINE;
 }
 
 static bool is_attend(enum memra_kernel k) {
@@ -329,6 +338,23 @@ static bool packed_in_lines(const geometry *g, int32_t format, int64_t head_dim,
            tok_bytes == g->n_head_kv * head_dim / MEMRA_BLOCK * memra_block_bytes(format);
 }
 
+/* The entry that was made for this geometry and pair of formats; MEMRA_N_KERNELS where none was. */
+static enum memra_kernel fixed_entry(const geometry *g, int64_t n_columns) {
+    static const struct {
+        int32_t n_head_kv, head_dim, columns;
+    } entries[MEMRA_FIXED_Q8] = {{2, 256, 8}, {2, 256, 16}, {2, 256, 32}, {4, 256, 8},
+                                 {4, 256, 16}, {8, 128, 8}, {8, 128, 16}, {4, 256, 24}};
+    const int first_of_v[] = {-1, 0, 1, 2}; /* q8_0 is none of V's */
+    const int v = first_of_v[g->v_format], n = g->k_format == MEMRA_FP8 ? MEMRA_FIXED_FP8 : MEMRA_FIXED_Q8;
+    if (g->head_dim_k != g->head_dim_v || v < 0 || (g->k_format != MEMRA_Q8_0 && g->k_format != MEMRA_FP8))
+        return MEMRA_N_KERNELS;
+    const int before = g->k_format == MEMRA_FP8 ? 3 * MEMRA_FIXED_Q8 : 0;
+    int found = -1;
+    for (int e = 0; e < n && (found < 0 || entries[found].columns < n_columns); e++)
+        if (entries[e].n_head_kv == g->n_head_kv && entries[e].head_dim == g->head_dim_k) found = e;
+    return found < 0 ? MEMRA_N_KERNELS : (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_FIXED + before + v * n + found);
+}
+
 /* The entry of attend_pipe; MEMRA_N_KERNELS where the portable path serves. */
 static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
     static const struct {
@@ -338,6 +364,8 @@ static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
     if (g->n_head_kv > PIPE_WARPS || !packed_in_lines(g, g->k_format, g->head_dim_k, g->k_tok_bytes) ||
         !packed_in_lines(g, g->v_format, g->head_dim_v, g->v_tok_bytes) || !pipe_fits(g, 8))
         return MEMRA_N_KERNELS;
+    const enum memra_kernel fixed = fixed_entry(g, n_columns);
+    if (fixed != MEMRA_N_KERNELS) return fixed;
     size_t e = 0;
     while (e < n_entries && entries[e].width * team_warps_of(g) < g->head_dim_v) e++;
     if (e == n_entries) return MEMRA_N_KERNELS;
@@ -372,7 +400,7 @@ int memra_launch_attend(
     const enum memra_kernel pipe = device && device->arch == PIPE_ARCH ? pipe_entry(&g, n_columns) : MEMRA_N_KERNELS;
     if (pipe != MEMRA_N_KERNELS) {
         const int64_t all = times(n_seqs, n_columns), blocks = all > 0 ? ATTEND_GROUPS : all;
-        LAUNCH(pipe, ((launch_shape){blocks, 32 * PIPE_WARPS + 32, 1, PIPE_SHARED_BYTES, 0, 0}), &q, &k, &v, &pos_d, &slot, &rows, &max_ctx, &n_head, &n_head_kv, &head_dim_k,
+        LAUNCH(pipe, ((launch_shape){blocks, 32 * (PIPE_WARPS + PIPE_BRINGERS), 1, PIPE_SHARED_BYTES, 0, 0}), &q, &k, &v, &pos_d, &slot, &rows, &max_ctx, &n_head, &n_head_kv, &head_dim_k,
                &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale, &window, &part, &seqs, &n_seqs,
                &health, &layer);
     }

@@ -79,6 +79,22 @@ __device__ inline void memra_pipe_fence() {
 #endif
 }
 
+// Four warps that begin at a multiple of four give registers away, or wait for such and take them: N of a thread from now
+// on, a multiple of 8. Compilers for a plain sm_90 know no such thing, and all keep what they have.
+template <int N>
+__device__ inline void memra_give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
+template <int N>
+__device__ inline void memra_take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
 #endif
 
 // Barrier `id` (1 to 15) for whole warps of `threads` threads in all.

@@ -24,7 +24,7 @@ from memra_driver.check_args import (
     spoil,
 )
 from memra_driver.check_case import TOLERANCE, Case, batch, single
-from memra_driver.kernels import ATTEND_TILE, AttendGeometry, attend_kernel
+from memra_driver.kernels import ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.oracle_formats import encode
 from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
@@ -95,9 +95,17 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
     for k, v, gqa in shapes:
         cases += [Attend(PAIRS[0], (k, v), rows, 200, 1, gqa) for rows in (1, 4)]
     cases += [Attend(pair, (256, 256), rows, 90, 2, 3) for pair in PAIRS for rows in (1, 5)]
-    for dims, heads_kv, gqa, all_rows in (((256, 256), 1, 8, (1, 2, 4)), ((128, 128), 8, 2, (1, 8, 12)),
+    for dims, heads_kv, gqa, all_rows in (((256, 256), 1, 8, (1, 2, 4)), ((64, 128), 8, 2, (1, 8, 12)),
                                           ((64, 192), 8, 2, (1, 5))):  # fmt: skip
         cases += [Attend(PAIRS[0], dims, rows, 100, heads_kv, gqa) for rows in all_rows]
+    cases += [  # of every entry that was made for one geometry
+        Attend(pair, (dim, dim), 2 if columns < 24 else 4, 130, heads_kv, columns // (2 if columns < 24 else 4))
+        for pair in PAIRS
+        for heads_kv, dim, columns in PIPE_FIXED[pair[0]]
+    ]
+    cases += [Attend(pair, (64, 192), 2, 100, heads_kv, 2) for pair in PAIRS[:3] for heads_kv in (4, 8)]
+    cases += [Attend(pair, (96, 96), 2, 100, 2, 2) for pair in PAIRS[1:3]]
+    cases += [Attend(PAIRS[0], (256, 256), 1, 100, 1, 2)]  # fewer columns than a team has warps
     windows = ((0, 0), (63, 64), (130, 7), (128, 65))
     cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
     kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")

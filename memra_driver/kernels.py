@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memra_driver import nvrtc
-from memra_driver.formats import BLOCK, FORMATS
+from memra_driver.formats import BLOCK, FORMATS, K_FORMATS, V_FORMATS
 from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
@@ -51,13 +51,25 @@ ATTEND_PARAMS = (
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
-# The path of attention for GPUs that copy in bulk, nvrtc.PIPE_ARCH: entries attend_pipe_W_C, by the dims of V that a
-# warp sums up and the columns of a block.
+# The path of attention for GPUs that copy in bulk, nvrtc.PIPE_ARCH: entries attend_pipe_W_C for any geometry, by the
+# dims of V that a warp sums up and the columns of a block; and attend_pipe_K_V_HxD_C for formats K and V, H K/V heads
+# and D dims of a head. Queries of fp8 have no room for the last (H, D, C).
 _BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
+_NAMES = {fmt.code: name for name, fmt in FORMATS.items()}
 PIPE_COLUMNS = {64: (8, 16, 32), 128: (8, 16, 24), 256: (8,)}
-PIPE_ENTRIES = tuple(f"attend_pipe_{width}_{columns}" for width, all_ in PIPE_COLUMNS.items() for columns in all_)
+_FIXED = ((2, 256, 8), (2, 256, 16), (2, 256, 32), (4, 256, 8), (4, 256, 16), (8, 128, 8), (8, 128, 16), (4, 256, 24))
+PIPE_FIXED = {"q8_0": _FIXED, "fp8": _FIXED[:-1]}
+_SOURCES = {f"attend_pipe_{width}_{c}": "attend_pipe.cu" for width, all_ in PIPE_COLUMNS.items() for c in all_}
+_SOURCES |= {
+    f"attend_pipe_{k}_{v}_{heads}x{dim}_{c}": f"attend_pipe_{k}_{v}.cu"
+    for k in K_FORMATS
+    for v in V_FORMATS
+    for heads, dim, c in PIPE_FIXED[k]
+}
+PIPE_ENTRIES = tuple(_SOURCES)
 ATTEND_ENTRIES = (*ATTEND_COLUMNS, *PIPE_ENTRIES)
-PIPE_WARPS = 8  # that compute; one more brings K and V
+PIPE_WARPS = 8  # that compute
+PIPE_BRINGERS = 4  # more, that bring K and V
 PIPE_SHARED_BYTES = 227 << 10  # all that a block of sm_90 can have
 PIPE_STAGE_BYTES = 70 << 10  # of K and V at most, where a stage can be smaller
 
@@ -81,7 +93,7 @@ def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
 
 
 def _pipe_shape(a: dict[str, Any]) -> Shape:
-    return (ATTEND_GROUPS, 1, 1), (32 * PIPE_WARPS + 32, 1, 1), PIPE_SHARED_BYTES
+    return (ATTEND_GROUPS, 1, 1), (32 * (PIPE_WARPS + PIPE_BRINGERS), 1, 1), PIPE_SHARED_BYTES
 
 
 @functools.lru_cache
@@ -254,8 +266,8 @@ KERNELS: dict[str, Kernel] = {
         ),
         # The same sums, for a geometry that has a pipe_width; on nvrtc.PIPE_ARCH only.
         *(
-            Kernel(name, "attend_pipe.cu", ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, nvrtc.PIPE_ARCH)
-            for name in PIPE_ENTRIES
+            Kernel(name, source, ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, nvrtc.PIPE_ARCH)
+            for name, source in _SOURCES.items()
         ),
         # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
         Kernel(
@@ -317,8 +329,14 @@ def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
     """The entry of attend for an arch, a geometry, and a number of columns (rows * query heads per K/V head)."""
     width = geometry.pipe_width if arch == nvrtc.PIPE_ARCH else None
     if width is not None:
-        fit = [c for c in PIPE_COLUMNS[width] if geometry.pipe_fits(c)]
-        return f"attend_pipe_{width}_{next((c for c in fit if c >= columns), fit[-1])}"
+        k, v = (_NAMES[code] for code in (geometry.k_format, geometry.v_format))
+        shape = (geometry.n_head_kv, geometry.head_dim_k)
+        fit = [c for *made_for, c in PIPE_FIXED.get(k, ()) if (*made_for,) == shape and v in V_FORMATS]
+        name = f"attend_pipe_{k}_{v}_{shape[0]}x{shape[1]}"
+        if not fit or geometry.head_dim_v != geometry.head_dim_k:
+            fit = [c for c in PIPE_COLUMNS[width] if geometry.pipe_fits(c)]
+            name = f"attend_pipe_{width}"
+        return f"{name}_{next((c for c in fit if c >= columns), fit[-1])}"
     width = next(width for width in ATTEND_WIDTHS if geometry.head_dim_v <= width)
     narrow, wide = f"attend_{width}", f"attend_{width}_wide"
     shared_bytes = attend_shared_bytes(32, geometry.head_dim_k, geometry.head_dim_v)

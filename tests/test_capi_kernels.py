@@ -18,6 +18,7 @@ from standin import StandIn
 
 from memra_driver import nvrtc
 from memra_driver.capi.library import launch_function
+from memra_driver.check_args import PAIRS
 from memra_driver.errors import (
     AbiError,
     ArrayError,
@@ -34,6 +35,7 @@ from memra_driver.kernels import (
     ATTEND_ENTRIES,
     KERNELS,
     PIPE_ENTRIES,
+    PIPE_FIXED,
     AttendGeometry,
     attend_kernel,
     recur_split,
@@ -113,6 +115,15 @@ def packed(random_: random.Random) -> dict[str, Any]:
     return found
 
 
+def made_for(k: str, v: str, heads: int, dim: int, columns: int) -> dict[str, Any]:
+    """The geometry of an entry that was made for it, and as many columns as it has."""
+    found: dict[str, Any] = {"n_head_kv": heads, "n_head": heads * columns, "rows": 1}
+    for name, fmt in zip("kv", (FORMATS[k], FORMATS[v]), strict=True):
+        found |= {f"head_dim_{name}": dim, f"{name}_format": fmt.code}
+        found[f"{name}_tok_bytes"] = heads * dim // 32 * fmt.block_bytes
+    return found
+
+
 @pytest.mark.parametrize("name", [name for name in KERNELS if name not in ATTEND_ENTRIES] + ["attend", "attend_pipe"])
 def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
     e: Any, standin: StandIn, echo: Path, name: str
@@ -121,12 +132,13 @@ def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
     random_ = random.Random(name)
     seen = set()
     attends = {"attend": ATTEND_COLUMNS, "attend_pipe": PIPE_ENTRIES}.get(name)
-    for _ in range(20 if attends is None else 200):
+    fixed = [made_for(k, v, *shape) for k, v in PAIRS for shape in PIPE_FIXED[k]] if name == "attend_pipe" else []
+    for number in range(20 if attends is None else 200 + len(fixed)):
         args = some_arguments(random_, name if attends is None else "attend_64")
         entry = name
         if attends is not None:
             if name == "attend_pipe":
-                args |= packed(random_)
+                args |= fixed[number] if number < len(fixed) else packed(random_)
             columns = args["rows"] * (args["n_head"] // args["n_head_kv"])
             entry = attend_kernel("sm_90", AttendGeometry.of(args), columns)
         standin.clear_trace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,9 +50,13 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
     attends = {}
     for name in ATTEND_ENTRIES:
         shape: dict[str, Any] = {"heads": (6, 2), "dims": (64, 64), "formats": ("q8_0", "fp8")}
-        if name in PIPE_ENTRIES:
-            heads_kv, dim = {"64": (4, 64), "128": (8, 128), "256": (8, 192)}[name.split("_")[2]]
-            shape = {"heads": (3 * heads_kv, heads_kv), "dims": (dim, dim), "formats": ("fp8", "q5_1")}
+        fixed = re.fullmatch(r"attend_pipe_(q8_0|fp8)_(\w+)_(\d)x(\d+)_\d+", name)
+        if fixed:
+            heads_kv, dim = int(fixed[3]), int(fixed[4])
+            shape = {"heads": (3 * heads_kv, heads_kv), "dims": (dim, dim), "formats": (fixed[1], fixed[2])}
+        elif name in PIPE_ENTRIES:
+            heads_kv, dims = {"64": (4, (64, 64)), "128": (8, (64, 128)), "256": (8, (192, 192))}[name.split("_")[2]]
+            shape = {"heads": (3 * heads_kv, heads_kv), "dims": dims, "formats": ("fp8", "q5_1")}
         else:
             shape["dims"] = (64, int(name.split("_")[1]))
         attends[name] = attend_args(rng, 3, 63, window=40, **shape)

@@ -16,7 +16,7 @@ from memra_driver.reference_attend import FOLD
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 # What takes long to compile: for the oldest, the newest, and where it runs.
-SLOW = {"attend.cu": ("sm_80", "sm_90", "sm_120"), "attend_pipe.cu": ("sm_80", "sm_90", "sm_120")}
+SLOW = {source: ("sm_80", "sm_90", "sm_120") for source in nvrtc.sources() if source.startswith("attend")}
 SOURCES = sorted({kernel.source for kernel in KERNELS.values()})
 PTX_KIND = {"int": "u32", "long long": "u64", "float": "f32"}
 
@@ -35,6 +35,15 @@ def text_of(source: str) -> str:
 def expanded(source: str) -> str:
     """A CUDA text whose macros that define kernels, and whose number of threads, are written out."""
     text = text_of(source)
+    if "ATTEND_ENTRY(" in text:  # of attend_pipe_block.cuh, and within a macro of the text itself
+        body = re.search(r"#define ATTEND_ENTRY\(name, body\)(.*?[^\\]\n)", text_of("attend_pipe_block.cuh"), re.DOTALL)
+        assert body
+        text = re.sub(
+            r"^#define ATTEND\(([^)]*)\)(?:.*\\\n)*.*\n",
+            lambda found: f"#define ATTEND({found[1]}){body[1]}",
+            text,
+            flags=re.MULTILINE,
+        )
     for name, parameters, body in re.findall(r"^#define (\w+)\(([^)]*)\)((?:.*\\\n)+.*\n)", text, re.MULTILINE):
         if "__global__" not in body:
             continue
@@ -48,7 +57,8 @@ def expanded(source: str) -> str:
             text = text.replace(call, re.sub(r"^\s+MEMRA_EXPORT", "MEMRA_EXPORT", one, flags=re.MULTILINE))
     threads = re.search(r"#define THREADS (\d+)", text_of("attend.cuh"))
     assert threads
-    text = text.replace("__launch_bounds__(PIPE_THREADS, 1)", f"__launch_bounds__({32 * kernels.PIPE_WARPS + 32})")
+    pipe_threads = 32 * (kernels.PIPE_WARPS + kernels.PIPE_BRINGERS)
+    text = text.replace("__launch_bounds__(PIPE_THREADS, 1)", f"__launch_bounds__({pipe_threads})")
     return text.replace("__launch_bounds__(THREADS)", f"__launch_bounds__({threads[1]})")
 
 

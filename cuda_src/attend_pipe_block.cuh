@@ -1,0 +1,375 @@
+// attend_pipe_block.cuh: the text of all entries attend_pipe_*: attend for GPUs that copy in bulk (sm_90).
+//
+// One block per group (and the next sequence's same group when it is done). Four warps bring stages of K and V, rows of all
+// K/V heads as they lie in memory, into two rings; eight warps compute, a team of them for each K/V head. A warp scores
+// 16 keys of a stage (or SLABS times 16) for all columns of its head, hands their weights to its team, and sums up its
+// own dims of V over the keys of the stage before, so that the two kinds of work overlap.
+//
+// Scores: of q8_0, products of bytes; a query is 256 * high + low, 15 bits below its largest element, and the sum over a
+// block is an integer that d scales. Of fp8, products of f16, a query is two f16. The reference that weights stand
+// against is a whole number and moves only where a score passes it by 15, for that column alone; elsewhere the sums
+// are multiplied by 1. Weights and V are rounded to f16: values beyond 65504 become infinite.
+//
+// An entry is made for one number of K/V heads, head dim and pair of formats (FIXED: the compiler folds every stride and
+// offset, and unrolls the loops over a stage), or for any.
+#pragma once
+
+#include "attend_pipe_query.cuh"
+#include "attend_pipe_score.cuh"
+#include "attend_pipe_weigh.cuh"
+
+#if !MEMRA_PTX || __CUDA_ARCH__ == 900
+
+#define BRING_REGISTERS 40     // of a thread that brings K and V, and
+#define COMPUTE_REGISTERS 232  // of one that computes, where it needs them; 168 each before they split
+
+// What a launch is about, as its entry got it.
+struct Launch {
+    const float* q;
+    const uint8_t *k, *v;
+    const int* pos_d;
+    long long slot, max_ctx;
+    int rows, n_head, gqa, window, layer, n_seqs;
+    float* part;
+    const memra_seq* seqs;
+    memra_health* health;
+
+    __device__ View columns_from(int first_column, int width) const {
+        const int left = rows * gqa - first_column;
+        View view;
+        view.pos = 0;
+        view.window = window;
+        view.gqa = gqa;
+        view.reciprocal = rows == 1 ? 0 : (0x7FFFFFFFu + (unsigned)gqa) / (unsigned)gqa;
+        view.first_column = first_column;
+        view.columns = left < width ? left : width;
+        return view;
+    }
+    // Partial sums of one group, for a query head of a row.
+    __device__ float* sums(const Block& b, const Task& task, int row, int head, int group) const {
+        const long long before = (long long)task.seq * rows * n_head + row * n_head + head;
+        return part + (before * GROUPS + group) * (b.head_dim_v + TAIL);
+    }
+    __device__ const float* queries(const Block& b, int seq) const {
+        return q + (long long)seq * rows * n_head * b.head_dim_k;
+    }
+    __device__ long long position(int seq) const { return memra_slot(seqs ? (const int*)seqs[seq].pos_d : pos_d, slot); }
+
+    // Whether a group has keys for these columns of a sequence at `pos`.
+    __device__ __forceinline__ bool task_of(const Block& b, int seq, long long pos, const View& columns, int group,
+                                            Task& task) const {
+        const long long tokens = seqs ? seqs[seq].max_ctx : max_ctx;
+        task.health = seqs ? (memra_health*)seqs[seq].health : health;
+        if (pos < 0 || pos + rows > tokens) {
+            const bool reports = group + columns.first_column == 0 && threadIdx.x == 0;
+            if (reports) memra_report(task.health, MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
+            return false;
+        }
+        task.view = columns;
+        task.view.pos = (int)pos;
+        task.walk = walk_of(group, task.view.first(0), task.view.last(columns.columns - 1), b.tokens);
+        task.k = seqs ? (const uint8_t*)seqs[seq].k : k;
+        task.v = seqs ? (const uint8_t*)seqs[seq].v : v;
+        task.tokens = (int)tokens;
+        task.seq = seq;
+        task.reports = task.walk.tile == task.view.first(0) / TILE;
+        return task.walk.more();
+    }
+};
+
+// A warp's way through the stages of a task, and what it leaves in part.
+template <int WORDS, int NT, int SLABS, bool FIXED>
+static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, const Launch& launch, const Task& task,
+                                               Turn& k_turn, Turn& v_turn, int group) {
+    constexpr int HELD = FIXED && NT == 1 ? 8 : 1;  // fragments of a query that a lane keeps
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int team_warps = b.team_warps(), threads = 32 * team_warps;
+    const int head = warp >> b.team_shift, member = warp & (team_warps - 1), team = 1 + head;
+    const int slabs = b.slabs(), quarter = b.tokens / QUARTERS, first_dim = member * 64 * WORDS;
+    const int own_slab = SLABS * member, scorers = slabs / SLABS;
+    const bool scores = member < scorers, sums = first_dim < b.head_dim_v;
+    const View& view = task.view;
+    const int any_from = view.first(0), all_from = view.first(view.columns - 1);
+    const int all_to = view.last(0), any_to = view.last(view.columns - 1);
+
+    Scorer scorer;
+    scorer.own_key = (g >> 1) * quarter + 4 * own_slab + (g & 1);
+    scorer.at = b.k.quarter(g >> 1) + (4 * own_slab + (g & 1)) * b.k.token_bytes + head * b.k.head_bytes;
+    scorer.query = (const uint4*)(bytes + b.query + head * NT * b.query_bytes) + lane;
+    scorer.factor = (const float*)(bytes + b.factor) + head * 8 * NT + 2 * t;
+    scorer.all_from = all_from;
+    scorer.all_to = all_to;
+    uint4 held[HELD];
+    if (HELD > 1 && b.k_format != MEMRA_FP8) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            if (i < b.head_dim_k / 32) held[i] = scorer.query[32 * i];
+        }
+    }
+    const int v_at = b.v.quarter(t) + head * b.v.head_bytes + first_dim / 32 * block_bytes_of(b.v_format);
+    const bool v_fp8 = b.v_format == MEMRA_FP8;
+    const int lane_dim = first_dim + (v_fp8 ? VFp8<WORDS>::first_dim(g) : VQ5<WORDS>::first_dim(g));
+    const int step = v_fp8 ? VFp8<WORDS>::step : VQ5<WORDS>::step;
+    const int apart = v_fp8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
+    const uint32_t base = f16_1024();
+    // Two sets of weights, of which one is written while the other is read.
+    uint2* const weights = (uint2*)(bytes + b.weight) + head * slabs * NT * 32;
+    const int other = b.n_head_kv * slabs * NT * 32;
+    float* const most = (float*)(bytes + b.most) + head * team_warps * 8 * NT;
+
+    float out[4 * WORDS][NT][4] = {}, sum[NT] = {}, reference[NT][2], score[SLABS][NT][4];
+#pragma unroll
+    for (int n = 0; n < NT; n++) reference[n][0] = reference[n][1] = minus_infinity();
+
+    Walk next = task.walk, behind = task.walk;  // of K, and of V one stage later
+    bool first = true;
+    for (int set = other; first || behind.more(); set = other - set) {
+        // The scores of the next stage.
+        const bool more = next.more();
+        const int scored = k_turn.stage, scored_token = next.first_token(b.tokens);
+        uint2* const own_weights = weights + (other - set) + own_slab * NT * 32;
+        bool raise = first;
+        if (more) {
+            memra_pipe_wait(b.k.full_pipe(bytes, scored), k_turn.parity);
+            if (scores) {
+                score_stage<NT, SLABS, FIXED>(b, b.k.stage(bytes, scored), scorer, view, held, scored_token, score);
+                if (!first) raise = hand_over<NT, SLABS>(score, reference, own_weights);
+            }
+            __syncwarp();
+            if (lane == 0) memra_pipe_arrive(b.k.empty_pipe(bytes, scored));
+            k_turn.next(b.k.stages);
+            next.next();
+        }
+        // The values of the stage before.
+        if (!first) {
+            memra_pipe_wait(b.v.full_pipe(bytes, v_turn.stage), v_turn.parity);
+            uint8_t* head_rows = b.v.stage(bytes, v_turn.stage) + head * b.v.head_bytes;
+            const int start = behind.first_token(b.tokens), stop = start + b.tokens - 1;
+            if (start < any_from || stop > any_to) {  // rows that nobody sees become 0, whatever stands there
+                for (int i = member; i < b.tokens; i += team_warps) {
+                    if (start + i >= any_from && start + i <= any_to) continue;
+                    const int c = i / quarter;
+                    uint8_t* row = head_rows + b.v.quarter(c) + (i - c * quarter) * b.v.token_bytes;
+                    for (int j = 2 * lane; j < b.v.head_bytes; j += 64) *(uint16_t*)(row + j) = 0;
+                }
+                memra_pipe_fence();
+                memra_team_sync(team, threads);
+            }
+            if (scores) add_weights<NT, SLABS>(weights + set + own_slab * NT * 32, sum);
+            if (sums) {
+                const int dims = FIXED || b.head_dim_v - first_dim > 64 * WORDS ? 64 * WORDS : b.head_dim_v - first_dim;
+                const uint8_t* own_rows = b.v.stage(bytes, v_turn.stage) + v_at;
+                bool done = false;
+                if (view.columns > view.gqa && (start < all_from || stop > all_to)) {
+                    const Split split = {view, b.v, head_rows, weights + set, b.tokens, b.v_format, b.head_dim_v, start,
+                                         first_dim, dims, lane_dim, step, apart};
+                    done = any_odd(split);
+                    if (done) {
+                        float kept[4 * WORDS][NT][4];
+                        copy_sums<WORDS, NT>(out, kept);
+                        weigh_odd_stage<WORDS, NT>(split, kept);
+                        copy_sums<WORDS, NT>(kept, out);
+                    }
+                }
+                if (!done && b.v_format == MEMRA_Q5_1) {
+                    weigh_stage<VQ5<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
+                } else if (!done && b.v_format == MEMRA_Q4_0) {
+                    weigh_stage<VQ4<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
+                } else if (!done) {
+                    weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
+            v_turn.next(b.v.stages);
+            behind.next();
+            raise = memra_team_any(team, threads, raise);
+        }
+        // Where a score has passed its reference, the team agrees on the next one.
+        if (more && raise) {
+            if (scores) publish_most<NT, SLABS>(score, most + member * 8 * NT);
+            memra_team_sync(team, threads);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                float2 all = make_float2(minus_infinity(), minus_infinity());
+                for (int i = 0; i < scorers; i++) {
+                    const float2 two = *(const float2*)(most + (i * NT + n) * 8 + 2 * t);
+                    all = make_float2(memra_max(all.x, two.x), memra_max(all.y, two.y));
+                }
+                const float worth[2] = {raised(reference[n][0], all.x), raised(reference[n][1], all.y)};
+                if (first) continue;  // there are no sums yet
+                // The sum of weights of column g: the factors of columns 2i, 2i + 1 are in lane i.
+                const float even = __shfl_sync(MEMRA_ALL_LANES, worth[0], g / 2);
+                const float odd = __shfl_sync(MEMRA_ALL_LANES, worth[1], g / 2);
+                sum[n] = __fmul_rn(sum[n], g & 1 ? odd : even);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+#pragma unroll
+                    for (int d = 0; d < 4 * WORDS; d++) out[d][n][i] = __fmul_rn(out[d][n][i], worth[i & 1]);
+                }
+            }
+            if (scores) hand_over<NT, SLABS>(score, reference, own_weights);
+            memra_team_sync(team, threads);
+        }
+        first = false;
+    }
+
+    // The sums of weights: of a column over the lanes that have some, then over the team's warps.
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 1));
+        sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 2));
+        if (t == 0) most[(member * NT + n) * 8 + g] = sum[n];
+    }
+    memra_team_sync(team, threads);
+    if (!sums) return;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int column = 8 * n + 2 * t + i, row = view.row(column);
+            if (column >= view.columns) continue;
+            const int of_head = view.first_column + column - row * view.gqa;
+            float* to = launch.sums(b, task, row, head * view.gqa + of_head, group);
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                const int d = lane_dim + w * step;
+                if (!FIXED && d >= b.head_dim_v) continue;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int x = i + 2 * half;
+                    *(float4*)(to + d + half * apart) = make_float4(out[4 * w][n][x], out[4 * w + 1][n][x],
+                                                                    out[4 * w + 2][n][x], out[4 * w + 3][n][x]);
+                }
+            }
+            if (member == 0 && g == 0) {
+                float weight = 0.0f;
+                for (int j = 0; j < scorers; j++) weight = __fadd_rn(weight, most[(j * NT + n) * 8 + 2 * t + i]);
+                *(float2*)(to + b.head_dim_v) = make_float2(reference[n][i], weight);
+            }
+        }
+    }
+}
+
+// The quarter c of a stage of a plane, of the rows that the plane has.
+static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes, const Turn& turn, const uint8_t* from,
+                                             int c, int first_token, int tokens, int rows) {
+    const int quarter = tokens / QUARTERS, left = rows - first_token - c * quarter;
+    const int n_bytes = (left < 0 ? 0 : left < quarter ? left : quarter) * plane.token_bytes;
+    memra_pipe* full = plane.full_pipe(bytes, turn.stage);
+    memra_pipe_expect(full, n_bytes);
+    if (n_bytes > 0) {
+        memra_pipe_copy(plane.stage(bytes, turn.stage) + plane.quarter(c),
+                        from + (long long)(first_token + c * quarter) * plane.token_bytes, n_bytes, full);
+    }
+}
+
+template <int WORDS, int NT, int SLABS, bool FIXED>
+static __device__ __forceinline__ void attend(const Block& b, const Launch& launch, float scale) {
+    MEMRA_DYN_SHARED(uint8_t, bytes);
+    const long long first_pos = launch.position(0);  // what all else waits for
+    const int warp = threadIdx.x / 32, columns = launch.rows * launch.gqa;
+    const int computing = b.n_head_kv << b.team_shift;  // warps
+    if (threadIdx.x == 32 * TEAM_WARPS) {
+        for (int i = 0; i < b.k.stages; i++) {
+            memra_pipe_init(b.k.full_pipe(bytes, i), QUARTERS);
+            memra_pipe_init(b.k.empty_pipe(bytes, i), computing);
+        }
+        for (int i = 0; i < b.v.stages; i++) {
+            memra_pipe_init(b.v.full_pipe(bytes, i), QUARTERS);
+            memra_pipe_init(b.v.empty_pipe(bytes, i), computing);
+        }
+        memra_pipe_init_done();
+    }
+    __syncthreads();
+
+    Turn k_turn = {0, 0, true}, v_turn = k_turn;
+    unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
+    Task task;
+    if (warp >= TEAM_WARPS) {
+        if (NT > 1 || !FIXED) memra_give_registers<BRING_REGISTERS>();
+        for (int seq = 0; seq < launch.n_seqs; seq++) {
+            const long long pos = seq ? launch.position(seq) : first_pos;
+            for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
+                const View view = launch.columns_from(first_column, 8 * NT);
+                if (!launch.task_of(b, seq, pos, view, (int)(number % GROUPS), task)) continue;
+                if (threadIdx.x % 32 != 0) continue;
+                for (Walk walk = task.walk; walk.more(); walk.next()) {
+                    const int first_token = walk.first_token(b.tokens), c = warp - TEAM_WARPS;
+                    if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
+                    bring(b.k, bytes, k_turn, task.k, c, first_token, b.tokens, task.tokens);
+                    k_turn.next(b.k.stages);
+                    if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(bytes, v_turn.stage), v_turn.parity ^ 1);
+                    bring(b.v, bytes, v_turn, task.v, c, first_token, b.tokens, task.tokens);
+                    v_turn.next(b.v.stages);
+                }
+            }
+        }
+    } else {
+        if (NT > 1 || !FIXED) memra_take_registers<COMPUTE_REGISTERS>();
+        if (warp >= computing) return;
+        constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
+        const int head = warp >> b.team_shift, member = warp & (b.team_warps() - 1), lane = threadIdx.x & 31;
+        float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
+        // The first queries are asked for before the position is known.
+        Queries<COLUMNS> some;
+        some.load(b, launch.queries(b, 0), launch.columns_from(0, 8 * NT), member);
+        bool loaded = true;
+        for (int seq = 0; seq < launch.n_seqs; seq++) {
+            const long long pos = seq ? launch.position(seq) : first_pos;
+            for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
+                const View view = launch.columns_from(first_column, 8 * NT);
+                const float* q = launch.queries(b, seq);
+                const int group = (int)(number % GROUPS);
+                const bool works = launch.task_of(b, seq, pos, view, group, task);
+                if (works && !loaded) {
+                    memra_team_sync(1 + head, 32 * b.team_warps());  // the queries before are done with
+                    some.load(b, q, view, member);
+                }
+                loaded = false;
+                if (!works) continue;
+                some.store(b, bytes, view, member, scale);
+                for (int c = member + COLUMNS * b.team_warps(); c < view.columns; c += COLUMNS * b.team_warps()) {
+                    some.load(b, q, view, c);
+                    some.store(b, bytes, view, c, scale);
+                }
+                // Columns that nobody needs weigh nothing, whatever stands in their fragments.
+                if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
+                memra_team_sync(1 + head, 32 * b.team_warps());
+                if (task.reports && member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR) {
+                    memra_report(task.health, MEMRA_FAULT_NONFINITE, launch.layer, task.view.last(lane), 1);
+                }
+                some = Queries<COLUMNS>();  // which take no registers from here on
+                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, k_turn, v_turn, group);
+            }
+        }
+    }
+}
+
+#define ATTEND_ON(block, WORDS, NT, SLABS, FIXED)                                                                          \
+    const Launch launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv, window, layer, n_seqs,    \
+                           part, seqs, health};                                                                            \
+    attend<WORDS, NT, SLABS, FIXED>(block, launch, scale)
+#define BODY(WORDS, NT)                                                                                                    \
+    const Block block = block_of(NT, 1, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);   \
+    ATTEND_ON(block, WORDS, NT, 1, false)
+#define FIXED_BODY(N_HEAD_KV, HEAD_DIM, K_FORMAT, V_FORMAT, WORDS, NT, SLABS)                                              \
+    constexpr Block block = block_of(NT, SLABS, N_HEAD_KV, HEAD_DIM, HEAD_DIM,                                             \
+                                     N_HEAD_KV * HEAD_DIM / 32 * block_bytes_of(K_FORMAT),                                 \
+                                     N_HEAD_KV * HEAD_DIM / 32 * block_bytes_of(V_FORMAT), K_FORMAT, V_FORMAT);            \
+    static_assert(block.k.stages > 1 && block.v.stages > 1, "too few stages");                                             \
+    ATTEND_ON(block, WORDS, NT, SLABS, true)
+#else  // a GPU that never runs these
+#define BODY(WORDS, NT) ((void)0)
+#define FIXED_BODY(N_HEAD_KV, HEAD_DIM, K_FORMAT, V_FORMAT, WORDS, NT, SLABS) ((void)0)
+#endif
+
+#define ATTEND_ENTRY(name, body)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(PIPE_THREADS, 1) name(                                                    \
+            const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,                 \
+            long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,            \
+            long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,                        \
+            const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                                           \
+        body;                                                                                                              \
+    }                                                                                                                      \
+    MEMRA_EXPORT(name)

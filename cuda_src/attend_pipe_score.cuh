@@ -1,0 +1,120 @@
+// attend_pipe_score.cuh: the scores of a warp's keys, what they weigh, and the references that weights stand against.
+#pragma once
+
+#include "attend_pipe_kv.cuh"
+
+#define RAISE_AT 15.0f  // a weight stays below 2^15, which f16 holds,
+#define HEADROOM 5.0f   // and the largest so far is at most 2^5, so that f16 keeps what weighs 2^-29 of it
+
+// What a warp needs to score its keys of each stage: rows g and g + 8 of a fragment are keys own_key and own_key + 2.
+struct Scorer {
+    int at, own_key;       // byte within a stage, key within a stage, of the warp's first slab
+    const uint4* query;    // of this lane
+    const float* factor;   // of columns 2t, 2t + 1
+    int all_from, all_to;  // keys that all columns see
+};
+
+// score = what the warp's keys are to the columns, as powers of two; minus infinity unseen.
+template <int NT, int SLABS, bool FIXED>
+static __device__ __forceinline__ void score_stage(const Block& b, const uint8_t* stage, const Scorer& s, const View& view,
+                                                   const uint4* held, int first_token, float score[SLABS][NT][4]) {
+    const int t = threadIdx.x & 3, pairs = b.head_dim_k / 64;  // of blocks
+    const bool fp8 = b.k_format == MEMRA_FP8;
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+        const uint8_t *upper = stage + s.at + 4 * slab * b.k.token_bytes, *lower = upper + 2 * b.k.token_bytes;
+#pragma unroll
+        for (int n = 0; n < NT; n++) score[slab][n][0] = score[slab][n][1] = score[slab][n][2] = score[slab][n][3] = 0.0f;
+        if (fp8) {
+#pragma unroll(FIXED && NT == 1 ? 2 : 1)
+            for (int i = 0; i < pairs; i++) {
+                score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, b.query_bytes / 16, score[slab]);
+            }
+        } else if (FIXED && NT == 1) {
+#pragma unroll
+            for (int i = 0; i < pairs; i++) {
+                score_q8<NT>(upper + 68 * i, lower + 68 * i, held + 2 * i, 1, 0, score[slab]);
+            }
+        } else {
+#pragma unroll(FIXED || NT <= 2 ? 4 : 1)
+            for (int i = 0; i < pairs; i++) {
+                score_q8<NT>(upper + 68 * i, lower + 68 * i, s.query + 64 * i, 32, b.query_bytes / 16, score[slab]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const float2 factor = *(const float2*)(s.factor + 8 * n);
+            score[slab][n][0] = __fmul_rn(score[slab][n][0], factor.x);
+            score[slab][n][1] = __fmul_rn(score[slab][n][1], factor.y);
+            score[slab][n][2] = __fmul_rn(score[slab][n][2], factor.x);
+            score[slab][n][3] = __fmul_rn(score[slab][n][3], factor.y);
+        }
+    }
+    if (first_token >= s.all_from && first_token + b.tokens - 1 <= s.all_to) return;
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+        const int key = first_token + s.own_key + 4 * slab;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int from = view.first(8 * n + 2 * t + i), to = view.last(8 * n + 2 * t + i);
+                if (key < from || key > to) score[slab][n][i] = minus_infinity();
+                if (key + 2 < from || key + 2 > to) score[slab][n][i + 2] = minus_infinity();
+            }
+        }
+    }
+}
+
+// Weights of this warp's keys, as fragments for the team. Whether a score has passed its reference.
+template <int NT, int SLABS>
+static __device__ __forceinline__ bool hand_over(const float score[SLABS][NT][4], const float reference[NT][2], uint2* to) {
+    bool raise = false;
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const float* x = score[slab][n];
+            float p[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float base = reference[n][i] == minus_infinity() ? 0.0f : reference[n][i];
+                p[i] = exp2_of(__fsub_rn(x[i], base));
+                p[i + 2] = exp2_of(__fsub_rn(x[i + 2], base));
+                raise |= memra_max(x[i], x[i + 2]) > __fadd_rn(reference[n][i], RAISE_AT);
+            }
+            to[(slab * NT + n) * 32 + (threadIdx.x & 31)] = make_uint2(memra_transpose(memra_pack_f16(p[0], p[1])),
+                                                                       memra_transpose(memra_pack_f16(p[2], p[3])));
+        }
+    }
+    return raise;
+}
+
+// The team agrees on the next references: `most` of each warp, a barrier, then raised() for what is to be multiplied.
+template <int NT, int SLABS>
+static __device__ __forceinline__ void publish_most(const float score[SLABS][NT][4], float* most) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        float two[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+            two[0] = memra_max(two[0], memra_max(score[slab][n][0], score[slab][n][2]));
+            two[1] = memra_max(two[1], memra_max(score[slab][n][1], score[slab][n][3]));
+        }
+#pragma unroll
+        for (int apart = 4; apart < 32; apart <<= 1) {
+            two[0] = memra_max(two[0], __shfl_xor_sync(MEMRA_ALL_LANES, two[0], apart));
+            two[1] = memra_max(two[1], __shfl_xor_sync(MEMRA_ALL_LANES, two[1], apart));
+        }
+        if (lane < 4) *(float2*)(most + 8 * n + 2 * lane) = make_float2(two[0], two[1]);
+    }
+}
+
+// Moves a reference where the largest score has passed it; what the sums are worth then, 1 where it has not.
+static __device__ float raised(float& reference, float most) {
+    if (!(most > __fadd_rn(reference, RAISE_AT))) return 1.0f;
+    const float now = __fsub_rn(ceilf(most), HEADROOM), worth = exp2_of(__fsub_rn(reference, now));
+    reference = now;
+    return worth;
+}
