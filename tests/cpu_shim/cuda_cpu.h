@@ -30,8 +30,7 @@
 #define __host__
 #define __global__
 #define __constant__ static
-#define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
+#define __forceinline__ inline  // or each entry of a kernel would be compiled for itself
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
