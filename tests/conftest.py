@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FAKE_CUDA_DEFERRED"] = str(config.getoption("--deferred"))  # programs that tests start see it, too
     if config.getoption("--gpu"):
         _keep_context()
-        config.pluginmanager.register(gpu_results.GpuResults())
+        config.pluginmanager.register(gpu_results.GpuResults(config))
 
 
 @pytest.hookimpl(optionalhook=True)

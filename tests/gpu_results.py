@@ -18,9 +18,10 @@ TESTS = Path(__file__).resolve().parent
 
 
 class GpuResults:
-    """Counts outcomes as pytest reports them."""
+    """Counts outcomes as pytest reports them, and tells failures at once: a GPU may be gone before the run's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
 
@@ -28,6 +29,9 @@ class GpuResults:
         if report.failed:
             self.counts["failed"] += 1
             self.failures.append(report.nodeid if report.when == "call" else f"{report.nodeid} ({report.when})")
+            terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+            if terminal is not None and not hasattr(self.config, "workerinput"):
+                terminal.write_line(f"\nFAILED {self.failures[-1]}\n{report.longreprtext[-1500:]}")
         elif report.skipped:
             self.counts["skipped"] += 1
         elif report.when == "call":
