@@ -25,12 +25,12 @@ from memra_driver.kvdev import HostDev
 
 # Kernel, its source, and the line that is flipped.
 IN_KERNELS = [
-    ("append_kv", "append_kv.cu", "largest_magnitude(x), 127.0f", "largest_magnitude(x), 126.0f"),
-    ("append_kv", "append_kv.cu", "__fsub_rn(high, low), 31.0f", "__fsub_rn(high, low), 30.0f"),
-    ("append_kv", "append_kv.cu", "inv, 8.5f", "inv, 8.0f"),
-    ("append_kv", "append_kv.cu", "fourth_bits(far) << 16", "fourth_bits(far) << 15"),
+    ("append_kv", "append_kv.cu", "step_of(most, 127.0f", "step_of(most, 126.0f"),
+    ("append_kv", "append_kv.cu", "step_of(range, 31.0f", "step_of(range, 30.0f"),
+    ("append_kv", "append_kv.cu", "(e, s.inv, 8.5f", "(e, s.inv, 8.0f"),
+    ("append_kv", "append_kv.cu", "* 0x01020408u >> 24", "* 0x01020408u >> 23"),
     ("append_kv", "append_kv.cu", "range), reciprocal, guess)", "range), reciprocal, 2 * guess)"),
-    ("append_kv", "append_kv.cu", "fabsf(x[i]) > 464.0f", "fabsf(x[i]) > 448.0f"),
+    ("append_kv", "append_kv.cu", "<= 464.0f ? 0 : UNUSUAL", "<= 464e9f ? 0 : UNUSUAL"),
     ("dequant_kv", "dequant_kv.cu", "& 15) - 8)", "& 15) - 7)"),
     ("conv_update", "conv.cu", "expf(-sum)", "expf(sum)"),
     ("conv_ring_rebuild", "conv.cu", "taken > rows", "taken >= rows"),
@@ -64,10 +64,10 @@ IN_PTX = [
     ("attend_64", "mma.cuh", "m0 + (lane & 8);", "m0;"),
     ("attend_64", "mma.cuh", ".x4.trans.shared", ".x4.shared"),
     ("attend_64", "attend.cuh", "ex2.approx.ftz", "lg2.approx.ftz"),
-    ("gdn_scan", "device.cuh", "ld.global.v4.f32 {%0, %1", "ld.global.v4.f32 {%1, %0"),
-    ("recur_step_64", "device.cuh", "st.global.v4.f32 [%0], {%1, %2", "st.global.v4.f32 [%0], {%2, %1"),
+    ("gdn_scan", "device.cuh", "ld.global.cs.v4.f32 {%0, %1", "ld.global.cs.v4.f32 {%1, %0"),
+    ("recur_step_64", "device.cuh", "st.global.cs.v4.f32 [%0], {%1, %2", "st.global.cs.v4.f32 [%0], {%2, %1"),
     ("append_kv", "device.cuh", "cvt.rn.f16.f32", "cvt.rz.f16.f32"),
-    ("append_kv", "device.cuh", "cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2", "cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1"),
+    ("append_kv", "device.cuh", 'e4m3x2.f32 %0, %1, %2;" : "=h"(low)', 'e4m3x2.f32 %0, %2, %1;" : "=h"(low)'),
 ]
 # Kernel, the module of its twin, and the operation that is flipped.
 IN_TWINS = [
@@ -118,7 +118,7 @@ def flipped(text: str, old: str, new: str) -> str:
 def with_headers(source: str) -> str:
     """A kernel source with the headers that hold its own text written out."""
     text = (standin_module.CUDA_SRC / source).read_text()
-    own = r'#include "((?:gdn|recur_step|attend_pipe_block|attend_pipe_score)\.cuh)"\n'
+    own = r'#include "((?:append_kv|gdn|recur_step|attend_pipe_block|attend_pipe_score)\.cuh)"\n'
     return re.sub(own, lambda found: with_headers(found[1]), text)
 
 
