@@ -329,6 +329,7 @@ MEMRA_API int memra_conv_update(memra_cache *cache, int32_t il, int64_t rows, ui
 MEMRA_API int memra_gdn_prep(
     memra_cache *cache, int32_t il, int64_t rows, uint64_t conv_out, uint64_t alpha, uint64_t beta_raw,
     uint64_t dt_bias, uint64_t a, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta, float eps);
+/* Its operands are not searched for what is not finite: the two before report what they are made of. */
 MEMRA_API int memra_gdn_scan(
     memra_cache *cache, int32_t il, int64_t rows, uint64_t q, uint64_t k, uint64_t v, uint64_t g_log, uint64_t beta,
     uint64_t out, float scale);

@@ -179,6 +179,7 @@ def gdn_scan(
 
     q, k, v, out [T, num_v, state_size]; g_log, beta [T, num_v]. Per row and head, S [column][row]:
     kv = S k; dl = beta * (v - g kv); S = g S + dl k^T; out = scale * S q, with g = exp(g_log).
+    Operands are not searched for what is not finite: conv_update and gdn_prep report what they are made of.
     """
     key = ("gdn_scan", il, scale, type(scale), id(q), id(k), id(v), id(g_log), id(beta), id(out))
     if enqueued_again(e, cache, il, key):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -78,13 +79,19 @@ def _key(command: Sequence[str], files: Sequence[Path]) -> str:
 
 
 def built(name: str, command: Sequence[str], inputs: Sequence[Path], read: Sequence[Path]) -> Path:
-    """The output of `command inputs -o output`, made unless the same was made before. Safe in parallel."""
+    """The output of `command inputs -o output`, made unless the same was made before.
+
+    Safe in parallel: of several processes one makes it, and the others wait.
+    """
     folder = cache_dir() / _key(command, [*inputs, *read])
     output = folder / name
     if output.exists():
         return output
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+    with open(folder / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if output.exists():
+            return output
         fresh = Path(scratch) / name
         run = subprocess.run([*command, *map(str, inputs), "-o", str(fresh)], capture_output=True, text=True)
         if run.returncode:

@@ -122,6 +122,15 @@ def with_headers(source: str) -> str:
     return re.sub(own, lambda found: with_headers(found[1]), text)
 
 
+def with_kernel(standin: standin_module.StandIn, folder: Path, source: str, old: str, new: str) -> None:
+    """The stand-in's kernels from now on, with one line of a source, or of its own headers, changed."""
+    changed = folder / source
+    changed.write_text(flipped(with_headers(source), old, new))
+    kernels = sorted(standin_module.CUDA_SRC.glob("*.cu"))
+    sources = [changed if each.name == source else each for each in kernels]
+    standin.use_kernels(standin_module.build_kernels(sources))
+
+
 def flipped_module(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
     """A copy of a module with one operation changed."""
     assert module.__file__ is not None
@@ -235,11 +244,7 @@ def test_a_flipped_line_of_a_kernel_turns_check_red(
     standin: standin_module.StandIn, make_dev: Any, small_cases: list[Case], tmp_path: Path,
     kernel: str, source: str, old: str, new: str,
 ) -> None:  # fmt: skip
-    folder = standin_module.CUDA_SRC
-    changed = tmp_path / source
-    changed.write_text(flipped(with_headers(source), old, new))
-    sources = [changed if each.name == source else each for each in sorted(folder.glob("*.cu"))]
-    standin.use_kernels(standin_module.build_kernels(sources))
+    with_kernel(standin, tmp_path, source, old, new)
     first_red(make_dev("cuda", arena=False), of(kernel, small_cases), tmp_path / "red.npz")
     standin.use_kernels(standin_module.build_kernels())
     assert not check.replay(make_dev("cuda", arena=False), tmp_path / "red.npz").fault

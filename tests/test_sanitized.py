@@ -64,8 +64,8 @@ def test_the_c_library_does_neither() -> None:
     assert int(re.findall(r"(\d+) passed", told)[-1]) > 100
 
 
-def test_check_at_small_shapes_of_every_kernel_finds_nothing_either(tmp_path: Path) -> None:
-    arguments = ("check", "--small", "--device", "cuda:0", "--save", str(tmp_path / "red.npz"))
+def test_check_with_its_large_shapes_of_every_entry_of_attend_finds_nothing_either(tmp_path: Path) -> None:
+    arguments = ("check", "--device", "cuda:0", "--save", str(tmp_path / "red.npz"))
     *found, last = on_the_sanitized_build("-c", CHECK, *arguments).splitlines()
     assert last == f"ALL GREEN ({len(found)} checks)"
     assert {line.split()[1] for line in found} == KERNELS.keys()

@@ -15,7 +15,7 @@ from caches import POLICY
 from decoding import hybrid
 from fault_runs import Stage, sweep
 from standin import StandIn
-from test_check import flipped
+from test_check import with_kernel
 from test_fault_ends import births
 
 from memra_driver import cache as cache_module
@@ -207,15 +207,6 @@ def test_the_fault_run_finds_that(standin: StandIn, make_dev: MakeDev, monkeypat
 # Guards and checks find a wrong kernel.
 
 
-def with_kernel(standin: StandIn, folder: Path, name: str, old: str, new: str) -> None:
-    """The stand-in's kernels from now on, with one line of a source changed."""
-    source = standin_module.CUDA_SRC / name
-    changed = folder / source.name
-    changed.write_text(flipped(source.read_text(), old, new))
-    sources = [changed if each == source else each for each in sorted(standin_module.CUDA_SRC.glob("*.cu"))]
-    standin.use_kernels(standin_module.build_kernels(sources))
-
-
 @pytest.mark.misuse
 def test_the_guards_find_a_missing_bounds_check(standin: StandIn, make_dev: MakeDev, tmp_path: Path) -> None:
     def append_behind_the_end() -> list[str]:
@@ -230,7 +221,7 @@ def test_the_guards_find_a_missing_bounds_check(standin: StandIn, make_dev: Make
         return standin.take_errors()
 
     assert append_behind_the_end() == []
-    with_kernel(standin, tmp_path, "append_kv.cu", "if (first < 0 || first + rows > max_ctx) {", "if (first < 0) {")
+    with_kernel(standin, tmp_path, "append_kv.cu", "if (first < 0 || first + p.rows > p.max_ctx) {", "if (first < 0) {")
     assert any("of an allocation of" in error for error in append_behind_the_end())
 
 
@@ -241,5 +232,5 @@ def test_the_check_finds_a_wrong_bit_in_a_kernel(standin: StandIn, make_dev: Mak
         return [result.fault for result in check.run(e, cases, tmp_path / "red.npz") if result.fault]
 
     assert faults() == []
-    with_kernel(standin, tmp_path, "append_kv.cu", "inv, 8.5f", "inv, 8.25f")
+    with_kernel(standin, tmp_path, "append_kv.cu", "(e, s.inv, 8.5f", "(e, s.inv, 8.25f")
     assert faults()

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import tally
 from standin import StandIn
-from test_seeded_faults import _kept, stage_in_one_buffer, with_kernel
+from test_check import with_kernel
+from test_seeded_faults import _kept, stage_in_one_buffer
 
 from memra_driver import cli, clock, driver
 from memra_driver import soak as soak_module
@@ -99,13 +100,13 @@ LATE: dict[str, Fault] = {
     "a free comes too early": lambda m: m.setattr(CudaStream, "_free", lambda self, ptr: driver.mem_free(ptr)),
 }
 IN_KERNELS = {
-    "a bounds check is missing": ("append_kv.cu", "first + rows > max_ctx) {", "first + rows > max_ctx + 1) {"),
-    "a bit is wrong": ("append_kv.cu", "inv, 8.5f", "inv, 8.25f"),
+    "a bounds check is missing": ("append_kv.cu", "first + p.rows > p.max_ctx) {", "first + p.rows > p.max_ctx + 1) {"),
+    "a bit is wrong": ("append_kv.cu", "(e, s.inv, 8.5f", "(e, s.inv, 8.25f"),
     "a ring is not rebuilt": ("conv.cu", "taken > rows", "taken >= rows"),
     "a launch without room is not told": (
         "append_kv.cu",
-        "if (leader) memra_report(health, MEMRA_FAULT_SLOT_RANGE",
-        "if (0) memra_report(health, MEMRA_FAULT_SLOT_RANGE",
+        "if (leader) memra_report(p.health, MEMRA_FAULT_SLOT_RANGE",
+        "if (0) memra_report(p.health, MEMRA_FAULT_SLOT_RANGE",
     ),
 }
 

@@ -62,7 +62,7 @@ void free_scratch(void) {
 
 uint8_t *cubin;
 size_t cubin_bytes;
-static char folder[64], names[5][96], long_name[5000];
+static char folder[480], names[5][512], long_name[5000];
 const char *paths[] = {
     names[0], folder, names[1], "", "/nowhere/at.all", names[2], "/dev/null", long_name, names[3], "."};
 int n_paths = sizeof paths / sizeof *paths;
@@ -106,8 +106,9 @@ static void remove_files(void) {
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
     make_cubin();
-    strcpy(folder, "/tmp/memra-fuzz-XXXXXX");
-    if (!mkdtemp(folder)) broken("no folder");
+    const char *root = getenv("TMPDIR");
+    const int length = snprintf(folder, sizeof folder, "%s/memra-fuzz-XXXXXX", root && *root ? root : P_tmpdir);
+    if (length >= (int)sizeof folder || !mkdtemp(folder)) broken("no folder");
     const char *const leaves[] = {"all.cubin", "bad.txt", "cut.txt", "pipe.txt", "none.cubin"};
     for (int i = 0; i < 5; i++) snprintf(names[i], sizeof names[i], "%s/%s", folder, leaves[i]);
     put_file(names[0], cubin, cubin_bytes);
