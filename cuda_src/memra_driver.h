@@ -259,14 +259,16 @@ typedef struct memra_cache {
     int64_t n_layer;
     memra_cache_device *devices;
     int32_t n_devices;
+    uint32_t strict;       /* 1: the calls that wait fail when the error record is not empty */
     uint32_t state;        /* enum memra_state */
+    uint32_t recorder;     /* enum memra_recorder: whose capture the cache takes part in */
     int64_t step_rows;     /* rows of the open step; 0: none is open */
+    int64_t round_width;   /* of the open round; 0: none is open */
     int64_t replay_to;     /* while a replay is pending: where it ends; else 0 */
     uint64_t generation;   /* counts resets */
     uint64_t id;           /* unique in the process */
     int64_t logits_at;     /* the length that the sequence had with the token whose logits are parked; -1: none */
     int64_t sure_pos;      /* while unsettled: where the cache stood when the host last knew */
-    int64_t round_width;   /* of the open round; 0: none is open */
     int64_t round_limit;   /* the widest round that the tape has room for */
     int64_t max_rows;      /* rows that one attend takes */
     int64_t n_vocab;       /* elements of a row of logits; 0: not known */
@@ -274,8 +276,6 @@ typedef struct memra_cache {
     memra_slice taps;      /* the buffer that taps are cut from, once it exists */
     memra_snapshot *snapshots;  /* all that are open, linked by next */
     memra_owned *owned;    /* what the library allocated; its owner releases each when the cache closes */
-    uint32_t recorder;     /* enum memra_recorder: whose capture the cache takes part in */
-    uint32_t strict;       /* 1: the calls that wait fail when the error record is not empty */
     uint32_t logits_sure;  /* 1: parked behind every count that the host does not know; settle corrects logits_at */
     uint32_t reserved;
 } memra_cache;
@@ -291,23 +291,23 @@ MEMRA_FIELD(memra_cache, dflash_taps, 72);
 MEMRA_FIELD(memra_cache, n_layer, 128);
 MEMRA_FIELD(memra_cache, devices, 136);
 MEMRA_FIELD(memra_cache, n_devices, 144);
-MEMRA_FIELD(memra_cache, state, 148);
-MEMRA_FIELD(memra_cache, step_rows, 152);
-MEMRA_FIELD(memra_cache, replay_to, 160);
-MEMRA_FIELD(memra_cache, generation, 168);
-MEMRA_FIELD(memra_cache, id, 176);
-MEMRA_FIELD(memra_cache, logits_at, 184);
-MEMRA_FIELD(memra_cache, sure_pos, 192);
-MEMRA_FIELD(memra_cache, round_width, 200);
-MEMRA_FIELD(memra_cache, round_limit, 208);
-MEMRA_FIELD(memra_cache, max_rows, 216);
-MEMRA_FIELD(memra_cache, n_vocab, 224);
-MEMRA_FIELD(memra_cache, logits, 232);
-MEMRA_FIELD(memra_cache, taps, 256);
-MEMRA_FIELD(memra_cache, snapshots, 280);
-MEMRA_FIELD(memra_cache, owned, 288);
-MEMRA_FIELD(memra_cache, recorder, 296);
-MEMRA_FIELD(memra_cache, strict, 300);
+MEMRA_FIELD(memra_cache, strict, 148);
+MEMRA_FIELD(memra_cache, state, 152);
+MEMRA_FIELD(memra_cache, recorder, 156);
+MEMRA_FIELD(memra_cache, step_rows, 160);
+MEMRA_FIELD(memra_cache, round_width, 168);
+MEMRA_FIELD(memra_cache, replay_to, 176);
+MEMRA_FIELD(memra_cache, generation, 184);
+MEMRA_FIELD(memra_cache, id, 192);
+MEMRA_FIELD(memra_cache, logits_at, 200);
+MEMRA_FIELD(memra_cache, sure_pos, 208);
+MEMRA_FIELD(memra_cache, round_limit, 216);
+MEMRA_FIELD(memra_cache, max_rows, 224);
+MEMRA_FIELD(memra_cache, n_vocab, 232);
+MEMRA_FIELD(memra_cache, logits, 240);
+MEMRA_FIELD(memra_cache, taps, 264);
+MEMRA_FIELD(memra_cache, snapshots, 288);
+MEMRA_FIELD(memra_cache, owned, 296);
 MEMRA_FIELD(memra_cache, logits_sure, 304);
 MEMRA_FIELD(memra_cache, reserved, 308);
 

@@ -119,16 +119,15 @@ class Workload:
         w, dt_bias, a = self._constants
         x, alpha, beta_raw = (get(name, rows) for name in ("x", "alpha", "beta_raw"))
         conv_out, out = get("conv_out", rows), get("out", rows)
-        operands = [get(name, rows) for name in ("q", "k", "v", "g_log", "beta")]
+        q, k, v, g_log, beta = (get(name, rows) for name in ("q", "k", "v", "g_log", "beta"))
         eps, scale = self.cfg.rms_eps, self._ssm.state_size**-0.5
         if op == "conv_update":
             return lambda il: self.ops.conv_update(e, target, il, x, w, conv_out)
         if op == "gdn_prep":
             return lambda il: self.ops.gdn_prep(
-                e, target, il, conv_out, alpha, beta_raw, dt_bias, a, *operands, eps=eps
+                e, target, il, conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta, eps=eps
             )  # fmt: skip
         if op == "gdn_scan":
-            q, k, v, g_log, beta = operands
             return lambda il: self.ops.gdn_scan(e, target, il, q, k, v, g_log, beta, out, scale=scale)
         fused: Any = getattr(self.ops, op)
         return lambda il: fused(e, target, il, x, w, alpha, beta_raw, dt_bias, a, out, eps=eps, scale=scale)

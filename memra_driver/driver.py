@@ -8,6 +8,7 @@ No objects, no policy, no state: streams, events, contexts and pointers are ints
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .errors import DriverError, DriverOutOfMemory, IllegalAddress, NoDriver, UnsupportedDriver
@@ -468,18 +469,22 @@ def launch_kernel(
 def launch_arguments(
     kernel: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int, params: int
 ) -> tuple[Any, ...]:
-    """What `launch_kernel_again` takes: the bindings' own objects, which they need not make for every launch."""
+    """What `launcher` takes: the bindings' own objects, which they need not make for every launch."""
     return _cu.CUkernel(kernel), *grid, *block, shared_bytes, _cu.CUstream(stream), params, 0
 
 
-def launch_kernel_again(arguments: tuple[Any, ...], name: str) -> None:
-    """`launch_kernel` with what `launch_arguments` made of its arguments."""
-    try:
-        status = _cu.cuLaunchKernel(*arguments)[0]
-    except (RuntimeError, ValueError) as error:
-        _reraise(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", error)
-    if status:
-        raise _failure(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", status)
+def launcher(arguments: tuple[Any, ...], name: str) -> Callable[[], None]:
+    """`launch_kernel` with what `launch_arguments` made of its arguments, to be called again and again."""
+
+    def launch() -> None:
+        try:
+            status = _cu.cuLaunchKernel(*arguments)[0]
+        except (RuntimeError, ValueError) as error:
+            _reraise(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", error)
+        if status:
+            raise _failure(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", status)
+
+    return launch
 
 
 # Capture and graphs

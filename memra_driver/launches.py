@@ -86,7 +86,8 @@ class Launch:
     ) -> None:  # fmt: skip
         self._plan, self._context, self._stream = plan, context, stream
         self._block, self._pointers = block, pointers  # what `call` has the address of
-        self._call, self._name = call, plan.kernel.name
+        self._launch = driver.launcher(call, plan.kernel.name)
+        self._read: dict[str, Any] = {}  # the structs that arguments are read from
         self._fields: dict[str, Any] = {}
         self._slices = OpenWatch(each for each in args if isinstance(each, CudaSlice))
 
@@ -111,20 +112,27 @@ class Launch:
             found = self._fields[name] = kind.from_buffer(self._block, getattr(type(self._block), name).offset)
         return found
 
+    def read_from(self, name: str, struct: Any, field: Any) -> None:
+        """From now on each launch takes an argument from a field of a C struct, as it is by then.
+
+        The parameter has no more bytes than the field, or than the first of its own fields: these are little-endian.
+        None that the launch shape depends on.
+        """
+        self._pointers[self._plan.names.index(name)] = ctypes.addressof(struct) + field.offset
+        self._read[name] = struct
+
     @property
     def again(self) -> Callable[[], None]:
         """What enqueues the kernel as long as `is_open` holds.
 
         The driver takes the context from the stream; only its own streams are those of the context that is current.
         """
-        if self._stream.handle <= PER_THREAD_STREAM:
-            return self.run
-        return functools.partial(driver.launch_kernel_again, self._call, self._name)
+        return self.run if self._stream.handle <= PER_THREAD_STREAM else self._launch
 
     def run(self) -> None:
         """Enqueues the kernel."""
         self._context.bind()
-        driver.launch_kernel_again(self._call, self._name)
+        self._launch()
 
 
 def _unload_quietly(libraries: dict[str, int], pid: int) -> None:

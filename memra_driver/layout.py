@@ -6,6 +6,7 @@ compares every name, offset and size with what a C compiler makes of the header.
 
 from __future__ import annotations
 
+import array
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, Structure, c_int32, c_int64, c_uint32, c_uint64
 from enum import IntEnum, IntFlag
@@ -190,14 +191,16 @@ class CacheC(Structure):
         ("n_layer", c_int64),
         ("devices", POINTER(CacheDeviceC)),
         ("n_devices", c_int32),
+        ("strict", c_uint32),
         ("state", c_uint32),
+        ("recorder", c_uint32),
         ("step_rows", c_int64),
+        ("round_width", c_int64),
         ("replay_to", c_int64),
         ("generation", c_uint64),
         ("id", c_uint64),
         ("logits_at", c_int64),
         ("sure_pos", c_int64),
-        ("round_width", c_int64),
         ("round_limit", c_int64),
         ("max_rows", c_int64),
         ("n_vocab", c_int64),
@@ -205,8 +208,6 @@ class CacheC(Structure):
         ("taps", SliceC),
         ("snapshots", POINTER(SnapshotC)),
         ("owned", POINTER(OwnedC)),
-        ("recorder", c_uint32),
-        ("strict", c_uint32),
         ("logits_sure", c_uint32),
         ("reserved", c_uint32),
     )
@@ -274,6 +275,16 @@ POS_WORD, STEP_ROWS_WORD, ROUND_WIDTH_WORD = (
 )
 LEN_WORD = KvLayerC.len.offset // 8
 STATE_WORD32, RECORDER_WORD32 = CacheC.state.offset // 4, CacheC.recorder.offset // 4
+
+
+def stand_of(c: CacheC) -> memoryview:
+    """state, recorder, step_rows and round_width of a cache, which lie side by side, as they are at any time."""
+    return words(c)[0][CacheC.state.offset // 8 : CacheC.round_width.offset // 8 + 1]
+
+
+def ready_stand(step_rows: int, round_width: int) -> memoryview:
+    """What `stand_of` equals while the cache is ready, nobody records it, and its step and round are these."""
+    return memoryview(array.array("q", (0, step_rows, round_width)))
 
 
 def column(structs: Any, name: str, dtype: Any) -> np.ndarray[Any, Any]:

@@ -228,6 +228,7 @@ class CudaSlice(Closing):
         self.nbytes = length * dtype.itemsize
         self.device = memory.device
         self._ptr = ptr if self.nbytes else 0
+        self.token = object()  # stands for this slice in keys that must not keep its memory
 
     @property
     def ptr(self) -> int:

@@ -1,13 +1,15 @@
 """Eager operations that were checked once, to be enqueued again.
 
 An operation asks much of its arrays, its layer and its cache, and most of the answers cannot change. Its first call
-over slices of our own leaves a `Prepared` behind; the next call over the same slices compares what can have changed.
+over slices of our own leaves a `Prepared` behind; the next call over the same slices, which their tokens tell,
+compares what can have changed.
 Where a comparison fails nothing was done, and the operation takes its usual way, which knows every rule and says what
 is wrong. So no rule is stated here: what passes here passes there.
 """
 
 from __future__ import annotations
 
+import array
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,15 +20,13 @@ from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import (
     LEN_WORD,
     POS_WORD,
-    RECORDER_WORD32,
-    ROUND_WIDTH_WORD,
-    STATE_WORD32,
-    STEP_ROWS_WORD,
+    CacheC,
     CacheState,
     KvLayerC,
-    Recorder,
     RecurLayerC,
     StepOp,
+    ready_stand,
+    stand_of,
     words,
 )  # fmt: skip
 from memra_driver.memory import CHANGED, Borrowed, CudaSlice, CudaView, OpenWatch
@@ -39,34 +39,24 @@ if TYPE_CHECKING:
 
 _OURS = frozenset({CudaSlice, CudaView, Borrowed})
 _PLAIN = frozenset({float, int, type(None)})  # of other types equal values may mean different things
-_BY_C = int(Recorder.C)
 _MOST = 1024  # operations that a cache keeps; an engine whose arrays are always new ones would collect them without end
+OpKey = tuple[Any, ...] | None  # its name, il, each value with its type, the token of each operand; None: no such
+NOT_KNOWN = (AttributeError, TypeError)  # of an operand that is no slice of ours, a value that has no hash
 
 Launches = Sequence[tuple[str, tuple[Any, ...]]]  # kernel and arguments
-
-
-def enqueued_again(e: Any, cache: Cache | CacheBatch, il: Any, key: tuple[Any, ...]) -> bool:
-    """Whether the operation was known, nothing spoke against it, and it is enqueued and noted.
-
-    key: its name, il, each value with its type, the id of each operand.
-    """
-    try:
-        known = cache.prepared.get(key)
-    except TypeError:  # a value that has no hash
-        return False
-    return known is not None and type(il) is int and known.again(e, cache)
+Again = Callable[[Any, Any], bool]  # of a device and a cache or batch
 
 
 def prepare(
-    e: Any, cache: Cache | CacheBatch, il: Any, key: tuple[Any, ...], operands: tuple[Any, ...], source: int,
+    e: Any, cache: Cache | CacheBatch, il: Any, key: OpKey, operands: tuple[Any, ...], source: int,
     op: StepOp | None, rows: int, launches: Launches, values: tuple[Any, ...] = (),
 ) -> None:  # fmt: skip
-    """Keeps an operation that was enqueued just now, for `enqueued_again`; the slices may die before it.
+    """Keeps an operation that was enqueued just now; the slices may die before it.
 
     source: the layer whose structs it reads. op: what it is of a step; None where it changes nothing. Kept are
     operations outside a capture, on a device that prepares launches, over slices of our own.
     """
-    if open_captures or not getattr(e, "prepares", False):
+    if key is None or open_captures or not getattr(e, "prepares", False):
         return
     if type(il) is not int or not all(map(_is_plain, values)) or any(type(each) not in _OURS for each in operands):
         return
@@ -81,7 +71,7 @@ def prepare(
 
     if len(kept) >= _MOST:
         kept.clear()
-    known.refs = [weakref.ref(each, forget) for each in operands]
+    known.watch.refs = [weakref.ref(each, forget) for each in operands]
     kept[key] = known
 
 
@@ -109,126 +99,19 @@ def enqueue(
     return launch.run  # type: ignore[no-any-return]
 
 
-# Where fields lie, in words of 8 or of 4 bytes; `layout` has those that others read, too.
-_KV_OPS = KvLayerC.step_ops.offset // 4
-_SSM, _ALT = RecurLayerC.ssm_state.offset // 8, RecurLayerC.ssm_state_alt.offset // 8  # their addresses
-_RECUR_OPS, _SWAPS = RecurLayerC.step_ops.offset // 4, RecurLayerC.swaps.offset // 4
+class _Watch:
+    """What a prepared operation counts on beside the C structs: its launches, operands, and planes of a batch."""
 
+    __slots__ = ("launches", "mark", "planes", "refs")
 
-class _Member:
-    """One sequence of an operation: its C structs as words, and the addresses there, which must be those of now."""
+    def __init__(self, launches: list[Launch], planes: OpenWatch | None) -> None:
+        self.mark: object = None  # of CHANGED, when all of it was last found open
+        self.launches = launches
+        self.planes = planes  # of the sequences of a batch; of a single one they are arguments
+        self.refs: list[Any] = []  # to the operands: each takes the operation out of the cache when it dies
 
-    __slots__ = ("away", "c", "c32", "home", "last", "layer", "layer32", "layer_c", "max_ctx", "watched")
-
-    def __init__(self, cache: Cache, il: int, rows: int, in_batch: bool) -> None:
-        self.max_ctx, self.last = cache.max_ctx, cache.max_ctx - rows  # last: where pos may be at most
-        kv, recur = cache.kv[il], cache.recur[il]
-        self.layer_c: Any
-        self.home = self.away = 0
-        if kv is not None:
-            self.layer_c = kv._c
-            parts = [(KvLayerC.k, KvLayerC.kv_dim_k), (KvLayerC.len_d, KvLayerC.k_format)]
-        else:
-            assert recur is not None
-            self.layer_c, self.home, self.away = recur._c, recur.home.ptr, recur.away.ptr
-            # A batch's table has the address of the state, too.
-            parts = [(RecurLayerC.conv_state, RecurLayerC.ssm_state_alt if in_batch else RecurLayerC.ssm_state)]
-        (self.c, self.c32), (self.layer, self.layer32) = words(cache._c), words(self.layer_c)
-        spans = [self.layer[first.offset // 8 : end.offset // 8] for first, end in parts]
-        self.watched = [(span, memoryview(bytes(span)).cast("q")) for span in spans]
-
-
-class Prepared:
-    """One operation with its arguments in place. It holds C structs and addresses: no cache, and no operand."""
-
-    refs: list[Any]  # to its operands: each takes this out of the cache when it dies
-
-    def __init__(
-        self, e: Any, cache: Cache | CacheBatch, il: int, op: StepOp | None, rows: int, launches: Launches
-    ) -> None:
-        self.mark: object = None  # of CHANGED, when all that it counts on was last found open
-        self.e, self.op, self.rows = e, int(op or 0), rows
-        single = cache.batch is None
-        self.members = [_Member(member, il, rows, not single) for member in cache.members]
-        self.width = self.members[0].c[ROUND_WIDTH_WORD]
-        self.has_kv = cache.members[0].kv[il] is not None
-        self.ops_at = _KV_OPS if self.has_kv else _RECUR_OPS
-        self.launches: list[Launch] = [e.prepare(name, args) for name, args in launches]
-        self.calls = [launch.again for launch in self.launches]
-        self.planes: OpenWatch | None = None  # of the sequences of a batch; of a single one they are arguments
-        if not single:
-            names = KvLayer.PLANES if self.has_kv else RecurLayer.PLANES
-            d = cache.plan.device_of(il)
-            self.planes = OpenWatch(member.planes[name, il, d] for member in cache.members for name in names)
-        self.slots = [launch.field("slot") for launch in self.launches if single and launch.has("slot")]
-        self.appends = op is StepOp.APPEND
-        self.length = self.launches[0].field("len") if single and self.appends else None
-        self.scans = single and bool(self.op & StepOp.SCAN)
-        if self.scans:
-            self.before, self.after = self.launches[0].field("state_in"), self.launches[0].field("state_out")
-
-    def again(self, e: Any, cache: Cache | CacheBatch) -> bool:
-        """Enqueues and notes it once more over the same operands; False, and nothing done, where that may be wrong."""
-        if self.e is not e or (self.mark is not CHANGED[0] and not self._is_open()):
-            return False
-        op, rows, step_rows = self.op, self.rows, -1
-        for member in self.members:  # is there anything in this sequence that speaks against it?
-            c, c32, layer = member.c, member.c32, member.layer
-            pos = c[POS_WORD]
-            if c32[STATE_WORD32] or c32[RECORDER_WORD32] == _BY_C or c[ROUND_WIDTH_WORD] != self.width:
-                return False
-            if not 0 <= pos <= member.last:
-                return False
-            for now, frozen in member.watched:
-                if now != frozen:
-                    return False
-            if self.has_kv:
-                stands, least = layer[LEN_WORD], pos if op else pos + rows
-                if not least <= stands <= member.max_ctx or (op and self.width and stands != pos):
-                    return False
-            before, step_rows = step_rows, c[STEP_ROWS_WORD]
-            if before not in (-1, step_rows):  # the sequences of a batch stand in one step
-                return False
-            if op and (member.layer32[self.ops_at] & op or (step_rows and step_rows != rows)):
-                return False
-            if self.scans:
-                state, other = layer[_SSM], layer[_ALT]
-                if (state != member.home or other != member.away) and (state != member.away or other != member.home):
-                    return False
-        # Of a batch every sequence finds its own in the table.
-        for slot in self.slots:
-            slot.value = pos
-        if not op:
-            for call in self.calls:
-                call()
-            return True
-        if self.length is not None:
-            self.length.value = stands if stands > pos + rows else pos + rows
-        if self.scans:
-            self.before.value, self.after.value = state, other
-        try:
-            self.calls[0]()
-            for member in self.members:
-                layer = member.layer
-                if self.appends and layer[LEN_WORD] < member.c[POS_WORD] + rows:
-                    layer[LEN_WORD] = member.c[POS_WORD] + rows
-                if self.scans and not self.width:
-                    layer[_SSM], layer[_ALT] = other, state
-                    member.layer32[_SWAPS] = (member.layer32[_SWAPS] + 1) & 0xFFFFFFFF
-                if step_rows:  # the step is open: there is nothing else to note
-                    member.layer32[self.ops_at] |= op
-                else:
-                    cache.members[self.members.index(member)].note_step(member.layer_c, op, rows)
-        except MemraError:
-            raise
-        except BaseException:
-            for own in cache.members:
-                own.taint()
-            raise
-        return True
-
-    def _is_open(self) -> bool:
-        """Whether all that it counts on is there still, though something has changed somewhere."""
+    def is_open(self) -> bool:
+        """Whether all of it is there still, though something has changed somewhere."""
         mark = CHANGED[0]  # read first: what changes from here on will be noticed
         if open_captures or not all(launch.is_open for launch in self.launches):
             return False
@@ -239,3 +122,244 @@ class Prepared:
             return False
         self.mark = mark
         return True
+
+
+class Prepared:
+    """One operation with its arguments in place. It holds C structs and addresses: no cache, and no operand.
+
+    again(e, cache) enqueues and notes it once more over the same operands; False, and nothing done, where that may be
+    wrong. It is a closure over all that a call needs: an attribute costs a call as much as a comparison does.
+    """
+
+    __slots__ = ("__weakref__", "again", "watch")
+
+    def __init__(
+        self, e: Any, cache: Cache | CacheBatch, il: int, op: StepOp | None, rows: int, launches: Launches
+    ) -> None:
+        made = [e.prepare(name, args) for name, args in launches]
+        if cache.batch is not None:
+            d = cache.plan.device_of(il)
+            names = KvLayer.PLANES if cache.members[0].kv[il] is not None else RecurLayer.PLANES
+            planes = OpenWatch(member.planes[name, il, d] for member in cache.members for name in names)
+            self.watch = _Watch(made, planes)
+            self.again = _of_batch(e, self.watch, cache.members, il, int(op or 0), rows)
+            return
+        self.watch = _Watch(made, None)
+        (single,) = cache.members
+        kind = _reading if op is None else _appending if op is StepOp.APPEND else _recurring
+        self.again = kind(e, self.watch, single, il, int(op or 0), rows)
+
+
+# Where fields lie, in words of 8 or of 4 bytes; `layout` has those that others read, too.
+_KV_OPS = KvLayerC.step_ops.offset // 4
+_RECUR_OPS = RecurLayerC.step_ops.offset // 4
+# The addresses of the two states and the words of both, counted from the ring on.
+_SSM, _ALT, _PLANES_END = (
+    (getattr(RecurLayerC, name).offset - RecurLayerC.conv_state.offset) // 8
+    for name in ("ssm_state", "ssm_state_alt", "conv_dim")
+)
+_STATES = slice(_SSM, _PLANES_END)
+_OPS_AND_SWAPS = slice(RecurLayerC.step_ops.offset, RecurLayerC.step_ops.offset + 8)  # of which swaps is the upper half
+_ONE_SWAP = 1 << 32
+
+
+def _span(layer_c: Any, first: Any, end: Any) -> tuple[memoryview, memoryview]:
+    """The words of a struct from one field to before another, as they are at any time and as they are now."""
+    span = words(layer_c)[0][first.offset // 8 : end.offset // 8]
+    return span, memoryview(bytes(span)).cast("q")
+
+
+def _kv_planes(layer_c: Any) -> tuple[memoryview, memoryview, memoryview]:
+    """The words of an attention layer's struct, and those of them that are K and V, at any time and now."""
+    return words(layer_c)[0], *_span(layer_c, KvLayerC.k, KvLayerC.kv_dim_k)
+
+
+def _with_states(planes: memoryview, state: int, other: int) -> memoryview:
+    """The words of a recurrent layer's planes with its two states at these addresses."""
+    changed = array.array("q", planes.tolist())
+    changed[_SSM], changed[_ALT] = state, other
+    return memoryview(changed)
+
+
+def _in_place(launches: Sequence[Launch], cache: Cache) -> None:
+    """Launches of a single sequence find its position in the cache's own struct."""
+    for launch in launches:
+        if launch.has("slot"):
+            launch.read_from("slot", cache._c, CacheC.pos)
+
+
+# One closure for each way in which an operation of a single sequence changes it. What they compare first is the same.
+
+
+def _reading(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int) -> Again:
+    """attend and gdn_prep: they change nothing."""
+    clock, _ = words(cache._c)
+    stand, width, last = stand_of(cache._c), cache._c.round_width, cache.max_ctx - rows
+    outside, inside = ready_stand(0, width), ready_stand(rows, width)  # of a step
+    layer = cache.kv[il]
+    kv, planes, born = (None, None, None) if layer is None else _kv_planes(layer._c)
+    max_ctx, calls = cache.max_ctx, [launch.again for launch in watch.launches]
+    _in_place(watch.launches, cache)
+
+    def again(given: Any, _: Any) -> bool:
+        if given is not e or (watch.mark is not CHANGED[0] and not watch.is_open()):
+            return False
+        pos = clock[POS_WORD]
+        if (stand != inside and stand != outside) or not 0 <= pos <= last:
+            return False
+        if kv is not None and (planes != born or not pos + rows <= kv[LEN_WORD] <= max_ctx):
+            return False
+        for call in calls:
+            call()
+        return True
+
+    return again
+
+
+def _appending(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int) -> Again:
+    """append_kv: len moves."""
+    clock, _ = words(cache._c)
+    stand, width, last = stand_of(cache._c), cache._c.round_width, cache.max_ctx - rows
+    outside, inside = ready_stand(0, width), ready_stand(rows, width)
+    layer_c, max_ctx = cache.kv_layer(il)._c, cache.max_ctx
+    layer, planes, born = _kv_planes(layer_c)
+    len_d, born_len_d = _span(layer_c, KvLayerC.len_d, KvLayerC.k_format)
+    _, layer32 = words(layer_c)
+    (launch,) = watch.launches
+    call, length = launch.again, launch.field("len")
+    _in_place(watch.launches, cache)
+
+    def again(given: Any, owner: Any) -> bool:
+        if given is not e or (watch.mark is not CHANGED[0] and not watch.is_open()):
+            return False
+        pos, stands, ran, opens = clock[POS_WORD], layer[LEN_WORD], layer32[_KV_OPS], stand != inside
+        if (opens and stand != outside) or not 0 <= pos <= last or ran & op or planes != born or len_d != born_len_d:
+            return False
+        if not pos <= stands <= max_ctx or (width and stands != pos):
+            return False
+        end = pos + rows
+        if end < stands:
+            end = stands
+        length.value = end
+        try:
+            call()
+            layer[LEN_WORD] = end
+            if opens:
+                owner.note_step(layer_c, op, rows)
+            else:  # the step is open: there is nothing else to note
+                layer32[_KV_OPS] = ran | op
+        except MemraError:
+            raise
+        except BaseException:
+            owner.taint()
+            raise
+        return True
+
+    return again
+
+
+def _recurring(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int) -> Again:
+    """conv_update, gdn_scan, recur_step: ring and state move; outside a round a scan swaps the state's two buffers."""
+    clock, _ = words(cache._c)
+    stand, width, last = stand_of(cache._c), cache._c.round_width, cache.max_ctx - rows
+    outside, inside = ready_stand(0, width), ready_stand(rows, width)
+    recur = cache.recur[il]
+    assert recur is not None  # what runs these operations
+    layer_c, home, away = recur._c, recur.home.ptr, recur.away.ptr
+    planes, now = _span(layer_c, RecurLayerC.conv_state, RecurLayerC.conv_dim)
+    at_home, swapped = _with_states(now, home, away), _with_states(now, away, home)
+    states, to_home, to_swapped = planes[_STATES], at_home[_STATES], swapped[_STATES]
+    noted = memoryview(layer_c).cast("B")[_OPS_AND_SWAPS].cast("Q")
+    (launch,) = watch.launches
+    call, swaps = launch.again, bool(op & StepOp.SCAN) and not width
+    more = op + _ONE_SWAP if swaps else op
+    if op & StepOp.SCAN:
+        launch.read_from("state_in", layer_c, RecurLayerC.ssm_state)
+        launch.read_from("state_out", layer_c, RecurLayerC.ssm_state_alt)
+    _in_place(watch.launches, cache)
+
+    def again(given: Any, owner: Any) -> bool:
+        if given is not e or (watch.mark is not CHANGED[0] and not watch.is_open()):
+            return False
+        pos, before, opens, is_home = clock[POS_WORD], noted[0], stand != inside, planes == at_home
+        if (opens and stand != outside) or not 0 <= pos <= last or before & op or not (is_home or planes == swapped):
+            return False
+        try:
+            call()
+            if swaps:
+                states[:] = to_swapped if is_home else to_home
+            noted[0] = (before + more) & 0xFFFF_FFFF_FFFF_FFFF
+            if opens:
+                owner.note_step(layer_c, op, rows)
+        except MemraError:
+            raise
+        except BaseException:
+            owner.taint()
+            raise
+        return True
+
+    return again
+
+
+class _Member:
+    """One sequence of a batch: its C structs as words, and the addresses there, which must be those of now."""
+
+    __slots__ = ("clock", "layer", "layer32", "layer_c", "max_ctx", "stand", "watched")
+
+    def __init__(self, cache: Cache, il: int) -> None:
+        self.max_ctx, self.clock, self.stand = cache.max_ctx, words(cache._c)[0], stand_of(cache._c)
+        layer: Any = cache.kv[il] if cache.kv[il] is not None else cache.recur[il]
+        self.layer_c = layer._c
+        self.layer, self.layer32 = words(self.layer_c)
+        if cache.kv[il] is not None:
+            parts = [(KvLayerC.k, KvLayerC.kv_dim_k), (KvLayerC.len_d, KvLayerC.k_format)]
+        else:  # the table has the address of the state, too
+            parts = [(RecurLayerC.conv_state, RecurLayerC.ssm_state_alt)]
+        self.watched = [_span(self.layer_c, first, end) for first, end in parts]
+
+
+def _of_batch(e: Any, watch: _Watch, caches: Sequence[Cache], il: int, op: int, rows: int) -> Again:
+    """An operation of several sequences, each of which finds its own in the table; their scans swap nothing."""
+    members, outside, inside = [_Member(cache, il) for cache in caches], ready_stand(0, 0), ready_stand(rows, 0)
+    has_kv = caches[0].kv[il] is not None
+    appends, ops_at = op == StepOp.APPEND, _KV_OPS if has_kv else _RECUR_OPS
+    calls = [launch.again for launch in watch.launches]
+
+    def again(given: Any, batch: Any) -> bool:
+        if given is not e or (watch.mark is not CHANGED[0] and not watch.is_open()):
+            return False
+        opens = members[0].stand != inside
+        stands = outside if opens else inside  # they are in one step, or in none
+        for member in members:  # is there anything in this sequence that speaks against it?
+            pos = member.clock[POS_WORD]
+            if member.stand != stands or not 0 <= pos <= member.max_ctx - rows:
+                return False
+            for span, born in member.watched:
+                if span != born:
+                    return False
+            if has_kv and not (pos if op else pos + rows) <= member.layer[LEN_WORD] <= member.max_ctx:
+                return False
+            if op and member.layer32[ops_at] & op:
+                return False
+        if not op:
+            for call in calls:
+                call()
+            return True
+        try:
+            calls[0]()
+            for i, member in enumerate(members):
+                if appends:
+                    member.layer[LEN_WORD] = max(member.layer[LEN_WORD], member.clock[POS_WORD] + rows)
+                if opens:
+                    batch.members[i].note_step(member.layer_c, op, rows)
+                else:  # the step is open: there is nothing else to note
+                    member.layer32[ops_at] |= op
+        except MemraError:
+            raise
+        except BaseException:
+            for own in batch.members:
+                own.taint()
+            raise
+        return True
+
+    return again
