@@ -414,6 +414,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   gdn_scan           (state_size // 32, num_v, n_seqs)                                      32 x 4    0
  *   recur_step_N       (blocks, num_k, n_seqs)                                                256       D
  *   set_counters       1                                                                      128       0
+ *   restore            bytes / 16384 + bytes2 / 16384, 1 at least                             256       0
  *   commit_counters    1                                                                      128       0
  *   advance_batch      n_seqs / 128                                                           128       0
  *   copy_many          64 * n                                                                 256       0
@@ -474,6 +475,10 @@ MEMRA_API int memra_recur_split(
 MEMRA_API int memra_launch_set_counters(
     memra_device *device, uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo,
     int64_t b_hi, uint64_t health, int32_t layer);
+MEMRA_API int memra_launch_restore(
+    memra_device *device, uint64_t src, uint64_t dst, int64_t bytes, uint64_t src2, uint64_t dst2, int64_t bytes2,
+    uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo, int64_t b_hi, uint64_t health,
+    int32_t layer);
 MEMRA_API int memra_launch_commit_counters(
     memra_device *device, uint64_t counters, uint64_t pos_d, uint64_t accept_d, int32_t accept, int32_t rows,
     int64_t mask_lo, int64_t mask_hi, int32_t move_pos, uint64_t health, int32_t layer);

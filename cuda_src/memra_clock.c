@@ -24,18 +24,29 @@ static int32_t counters_of(
 
 static void set_bit(uint64_t mask[2], int32_t i) { mask[i / 64] |= 1ull << i % 64; }
 
+/* Two values, and the counters that get either, as a launch takes them. */
+typedef struct two_values {
+    int32_t low, high;
+    uint64_t in_low[2], in_high[2];
+} two_values;
+
+static two_values which_of(const counter *counters, int32_t n, int64_t low, int64_t high) {
+    two_values found = {.low = (int32_t)low, .high = (int32_t)high};
+    for (int32_t i = 0; i < n; i++) {
+        if (counters[i].value == low) set_bit(found.in_low, i);
+        if (counters[i].value == high) set_bit(found.in_high, i);
+    }
+    return found;
+}
+#define TWO_VALUES(v) \
+    (v).low, (v).high, (int64_t)(v).in_low[0], (int64_t)(v).in_low[1], (int64_t)(v).in_high[0], (int64_t)(v).in_high[1]
+
 /* One launch that sets target[i] to the lower or the higher of at most two values. */
 static int set_counters(
     memra_device *device, uint64_t target, const counter *counters, int32_t n, int64_t low, int64_t high,
     uint64_t health, bool *done) {
-    uint64_t mask[2][2] = {{0, 0}, {0, 0}};
-    for (int32_t i = 0; i < n; i++) {
-        if (counters[i].value == low) set_bit(mask[0], i);
-        if (counters[i].value == high) set_bit(mask[1], i);
-    }
-    MEMRA_TRY(memra_launch_set_counters(
-        device, target, (int32_t)low, (int32_t)high, (int64_t)mask[0][0], (int64_t)mask[0][1], (int64_t)mask[1][0],
-        (int64_t)mask[1][1], health, 0));
+    const two_values v = which_of(counters, n, low, high);
+    MEMRA_TRY(memra_launch_set_counters(device, target, TWO_VALUES(v), health, 0));
     *done = true;
     return MEMRA_OK;
 }
@@ -74,12 +85,49 @@ static int stamp_device(
     return MEMRA_OK;
 }
 
+static int restore_device(
+    const memra_cache *cache, int32_t d, memra_copy *entries, int32_t n, const int64_t *lens, int64_t pos,
+    counter *counters, bool *done) {
+    memra_device *device = memra_device_at(cache, d);
+    const memra_cache_device *at = &cache->devices[d];
+    const int32_t n_counters = counters_of(cache, d, lens, pos, counters);
+    const int64_t low = next_value(counters, n_counters, -1), next = next_value(counters, n_counters, low);
+    const int64_t high = next < 0 ? low : next;
+    const bool is_two = n_counters <= COUNTERS_PER_LAUNCH && next_value(counters, n_counters, high) < 0;
+    n = memra_merge_copies(at->has_arena, entries, n);
+    if (!is_two || !at->counters.len || n < 1 || n > 2) {
+        MEMRA_TRY(memra_copy_planes(device, at->has_arena, entries, n, done));
+        return stamp_device(cache, d, lens, pos, counters, done);
+    }
+    const two_values v = which_of(counters, n_counters, low, high);
+    const memra_copy none = {0, 0, 0}, *first = &entries[0], *second = n > 1 ? &entries[1] : &none;
+    MEMRA_TRY(memra_launch_restore(
+        device, first->src, first->dst, (int64_t)first->bytes, second->src, second->dst, (int64_t)second->bytes,
+        at->counters.ptr, TWO_VALUES(v), at->health.ptr, 0));
+    *done = true;
+    return MEMRA_OK;
+}
+
+int memra_restore(
+    const memra_cache *cache, int32_t d, memra_copy *entries, int32_t n, const int64_t *lens, int64_t pos, bool *done) {
+    counter *counters = malloc(((size_t)cache->n_layer + 1) * sizeof *counters);
+    if (counters == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the counters");
+    const int status = restore_device(cache, d, entries, n, lens, pos, counters, done);
+    free(counters);
+    return status;
+}
+
 int memra_check_kernel(const memra_cache *cache, enum memra_kernel k) {
     for (int32_t d = 0; d < cache->n_devices; d++) MEMRA_TRY(memra_kernel_loaded(memra_device_at(cache, d), k));
     return MEMRA_OK;
 }
 
 int memra_check_stamp(const memra_cache *cache) { return memra_check_kernel(cache, MEMRA_K_SET_COUNTERS); }
+
+int memra_check_restore(const memra_cache *cache) {
+    MEMRA_TRY(memra_check_stamp(cache));
+    return memra_check_kernel(cache, MEMRA_K_RESTORE);
+}
 
 int memra_check_commit(const memra_cache *cache, bool counts) {
     return memra_check_kernel(

@@ -27,6 +27,8 @@ static int32_t merge(bool has_arena, bool two_sided, memra_copy *entries, int32_
     return kept;
 }
 
+int32_t memra_merge_copies(bool has_arena, memra_copy *entries, int32_t n) { return merge(has_arena, true, entries, n); }
+
 enum { MOST_COPIES = 2 }; /* more are one launch */
 
 int memra_check_copies(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n) {

@@ -119,7 +119,8 @@ enum { MEMRA_FIXED_Q8 = 8, MEMRA_FIXED_FP8 = 7, MEMRA_FIXED = 3 * (MEMRA_FIXED_Q
 enum memra_kernel {
     MEMRA_K_APPEND_KV, MEMRA_K_DEQUANT_KV, MEMRA_K_CONV_UPDATE, MEMRA_K_CONV_RING_REBUILD, MEMRA_K_GDN_PREP,
     MEMRA_K_GDN_SCAN, MEMRA_K_RECUR_STEP_32, MEMRA_K_RECUR_STEP_64, MEMRA_K_RECUR_STEP_128, MEMRA_K_RECUR_STEP_256,
-    MEMRA_K_SET_COUNTERS, MEMRA_K_COMMIT_COUNTERS, MEMRA_K_ADVANCE_BATCH, MEMRA_K_COPY_MANY, MEMRA_K_COPY_ROWS,
+    MEMRA_K_SET_COUNTERS, MEMRA_K_RESTORE, MEMRA_K_COMMIT_COUNTERS, MEMRA_K_ADVANCE_BATCH, MEMRA_K_COPY_MANY,
+    MEMRA_K_COPY_ROWS,
     MEMRA_K_ATTEND_64, MEMRA_K_ATTEND_128, MEMRA_K_ATTEND_192, MEMRA_K_ATTEND_256,
     MEMRA_K_ATTEND_512, MEMRA_K_ATTEND_64_WIDE, MEMRA_K_ATTEND_128_WIDE, MEMRA_K_ATTEND_192_WIDE,
     MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_PIPE_64_8, MEMRA_K_ATTEND_PIPE_64_16, MEMRA_K_ATTEND_PIPE_64_32,
@@ -302,11 +303,15 @@ int memra_check_strict(const memra_health *health);
 int memra_end(memra_cache *cache, const bool *done, int status);
 /* For what does more before it comes to its last kernel: MEMRA_ERR_UNSUPPORTED unless every device has that one. */
 int memra_check_kernel(const memra_cache *cache, enum memra_kernel k);
-/* The same for memra_stamp, or for memra_commit_counters. */
+/* The same for memra_stamp, memra_restore or memra_commit_counters. */
 int memra_check_stamp(const memra_cache *cache);
+int memra_check_restore(const memra_cache *cache);
 int memra_check_commit(const memra_cache *cache, bool counts);
 /* len_d of the layers with lens[il] >= 0, and every pos_d (memra_clock.c). */
 int memra_stamp(memra_cache *cache, const int64_t *lens, int64_t pos, bool *done);
+/* The copies of device d, and its counters like memra_stamp: one launch for both where there are few of either. */
+int memra_restore(
+    const memra_cache *cache, int32_t d, memra_copy *entries, int32_t n, const int64_t *lens, int64_t pos, bool *done);
 /* The layers with in[il] stand at pos_d + the accepted rows, and pos_d moves by as many. counts: where each device has
  * the number of these; NULL: it is `accept`. */
 int memra_move_counters(
@@ -317,6 +322,8 @@ int memra_commit_counters(
     bool *done);
 /* Whole planes: neighbours in an arena become one range, and more than two ranges one launch (memra_copies.c). */
 int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
+/* Makes one entry of neighbours, and returns how many are left. */
+int32_t memra_merge_copies(bool has_arena, memra_copy *entries, int32_t n);
 /* Whether that can be: sorts the entries, and refuses where a launch is needed and its kernel is not loaded. */
 int memra_check_copies(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n);
 int memra_clear_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);

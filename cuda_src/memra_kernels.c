@@ -12,6 +12,7 @@ enum {
     APPEND_MANY = 1 << 15,             /* twice as many where there are so many */
     CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
     COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
+    RESTORE_BYTES = 1 << 14,           /* that a block of restore copies */
     SCAN_COLUMNS = 32,                 /* of a head's state, per block of gdn_scan */
     RECUR_ROWS = 8,                    /* rows that a block of recur_step has in shared memory at a time */
     RECUR_COLUMNS = 512,               /* of the states that read one key head, which a block takes at a time */
@@ -42,7 +43,7 @@ enum {
 
 const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "recur_step_32",
-    "recur_step_64", "recur_step_128", "recur_step_256", "set_counters",
+    "recur_step_64", "recur_step_128", "recur_step_256", "set_counters", "restore",
     "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
     "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide",
     "attend_pipe_64_8", "attend_pipe_64_16", "attend_pipe_64_32", "attend_pipe_128_8", "attend_pipe_128_16",
@@ -67,7 +68,8 @@ static const char *params_of(enum memra_kernel k) {
 #define RECUR "ppppppppppppliiiiiiiffpipi"
     static const char *const params[] = {
         "ppppppliiliilliipipi", "ppllliilliippipi", "ppppppliiipipi", "ppppiiiiillpi", "pppppppppppliiiifpipi",
-        "ppppppppppiiifpipi", RECUR, RECUR, RECUR, RECUR, "piillllpi", "pppiillipi", "piipi", "pipi", "pplliipi",
+        "ppppppppppiiifpipi", RECUR, RECUR, RECUR, RECUR, "piillllpi", "pplpplpiillllpi", "pppiillipi", "piipi",
+        "pipi", "pplliipi",
     };
     if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiipipi";
     return is_attend(k) ? "ppppliliiiilliifippipi" : params[k];
@@ -272,6 +274,15 @@ int memra_launch_set_counters(
     memra_device *device, uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo,
     int64_t b_hi, uint64_t health, int32_t layer) {
     LAUNCH(MEMRA_K_SET_COUNTERS, LINE(1, 128), &counters, &a, &b, &a_lo, &a_hi, &b_lo, &b_hi, &health, &layer);
+}
+
+int memra_launch_restore(
+    memra_device *device, uint64_t src, uint64_t dst, int64_t bytes, uint64_t src2, uint64_t dst2, int64_t bytes2,
+    uint64_t counters, int32_t a, int32_t b, int64_t a_lo, int64_t a_hi, int64_t b_lo, int64_t b_hi, uint64_t health,
+    int32_t layer) {
+    const int64_t blocks = bytes < 0 || bytes2 < 0 ? -1 : parts(bytes, RESTORE_BYTES) + parts(bytes2, RESTORE_BYTES);
+    LAUNCH(MEMRA_K_RESTORE, LINE(blocks ? blocks : 1, 256), &src, &dst, &bytes, &src2, &dst2, &bytes2, &counters, &a, &b,
+           &a_lo, &a_hi, &b_lo, &b_hi, &health, &layer);
 }
 
 int memra_launch_commit_counters(

@@ -246,8 +246,21 @@ static int check_rollback(memra_cache *cache, const memra_snapshot *snap, int64_
             "accept_len is %" PRId64 "; %" PRId64 " tokens stand after the snapshot at position %" PRId64 "%s", accept_len,
             limit > 0 ? limit : 0, snap->pos,
             cache->state == MEMRA_TAINTED ? " (a tainted cache accepts none)" : "");
-    MEMRA_TRY(memra_check_stamp(cache));
+    MEMRA_TRY(memra_check_restore(cache));
     return copy(cache, snap, true, NULL);
+}
+
+/* The way back on every device: rings, states and counters. */
+static int restore(const memra_cache *cache, const memra_snapshot *snap, const int64_t *lens, bool *done) {
+    memra_copy *entries = malloc(2 * (size_t)cache->n_layer * sizeof *entries);
+    if (entries == NULL) return memra_fail(MEMRA_ERR_OUT_OF_MEMORY, "no host memory for the copies");
+    int status = MEMRA_OK;
+    for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++) {
+        const int32_t n = copies_of(cache, snap, true, d, entries);
+        status = memra_restore(cache, d, entries, n, lens, snap->pos, done);
+    }
+    free(entries);
+    return status;
 }
 
 /* The end of a change that leaves nothing of a round that is open: it is over, unless nothing was done. */
@@ -269,8 +282,7 @@ int memra_rollback(memra_cache *cache, memra_snapshot *snap, int64_t accept_len)
         const int64_t saved = snap->kv_len[il], len = stands > saved ? stands : saved;
         lens[il] = saved < 0 ? -1 : len < saved + accept_len ? len : saved + accept_len;
     }
-    int status = copy(cache, snap, true, &done);
-    if (status == MEMRA_OK) status = memra_stamp(cache, lens, snap->pos, &done);
+    const int status = restore(cache, snap, lens, &done);
     for (int64_t il = 0; il < cache->n_layer && status == MEMRA_OK; il++)
         if (lens[il] >= 0) cache->kv[il].len = lens[il];
     free(lens);

@@ -50,14 +50,15 @@ def snapshots(bench: Bench, sizes: Sizes) -> Iterator[Row]:
                 for cache, snap in turns:
                     cache.rollback(e, snap, 0)
 
-            for name, run in (("snapshot_into", renew), ("rollback", back)):
+            raw = raw_copy(bench, min(n_bytes // 2, bench.room.nbytes))
+            host = bench.host_beside([renew, back, lambda raw=raw: [raw() for _ in turns]], CALLS)  # type: ignore[misc]
+            for name, run, seconds in (("snapshot_into", renew, host[0]), ("rollback", back, host[1])):
                 yield Row(
                     "snapshot", f"{name}, {parity}", bytes=n_bytes, seconds=bench.eager_seconds(run, run, CALLS),
-                    copy_seconds=bench.copy_seconds(n_bytes), host_seconds=bench.host_seconds(run, CALLS),
+                    copy_seconds=bench.copy_seconds(n_bytes), host_seconds=seconds,
                 )  # fmt: skip
-        copy = raw_copy(bench, min(n_bytes // 2, bench.room.nbytes))
-        seconds = bench.host_seconds(lambda: [copy() for _ in turns], CALLS)
-        yield Row("snapshot", "raw copy call", who="cuda-python", bytes=n_bytes, host_seconds=seconds)
+            if parity == "even":
+                yield Row("snapshot", "raw copy call", who="cuda-python", bytes=n_bytes, host_seconds=host[2])
     finally:
         for each in [*snaps, *caches]:
             each.close()

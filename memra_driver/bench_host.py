@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from memra_driver import capi, native, nvrtc, ops
 from memra_driver.bench_measure import Bench
 from memra_driver.bench_raw import Packed, from_c, packed_launches
 from memra_driver.bench_rows import Row, Sizes
-from memra_driver.bench_work import ATTENTION, FUSED, Workload
+from memra_driver.bench_work import ATTENTION, FUSED, HOST_LAYERS, Workload
 from memra_driver.errors import MemraError
 from memra_driver.launches import KernelSet
 from memra_driver.plan import CacheOptions
@@ -36,15 +36,16 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
         pos = work.tokens - 1
         for op in HOST_OPS:
             work.place(pos, ahead=int(op == "attend"))
-            yield Row("host", f"{op}, eager", host_seconds=work.host_seconds(op))
             launches = packed_launches(work, op)
-            yield Row("host", f"{op}, raw launches", who="cuda-python", host_seconds=_raw(bench, work, op, launches))
+            mine, raw = work.host_beside(op, _in_a_row(launches))
+            yield Row("host", f"{op}, eager", host_seconds=mine)
+            yield Row("host", f"{op}, raw launches", who="cuda-python", host_seconds=raw)
             if native.library() is not None and hasattr(capi.ops, op):
                 work.ops = capi.ops
                 yield Row("host", f"{op}, C library from Python", host_seconds=work.host_seconds(op))
                 work.ops = ops
             if op == "append_kv":
-                yield from from_c(bench, work, launches[0])
+                yield from from_c(bench, work, launches[0][0])
         yield Row("host", "advance, eager", host_seconds=_advance(bench, work))
 
 
@@ -59,16 +60,15 @@ def _advance(bench: Bench, work: Workload) -> float:
     return bench.host_seconds(turn, CALLS)
 
 
-def _raw(bench: Bench, work: Workload, op: str, launches: list[Packed]) -> float:
-    """Host seconds of the same launches straight through cuda-python."""
-    count = len(work.layers(op))
+def _in_a_row(launches: list[list[Packed]]) -> Callable[[], None]:
+    """The same launches straight through cuda-python, layer after layer."""
+    each = [launch for of_layer in launches[:HOST_LAYERS] for launch in of_layer]
 
     def turn() -> None:
-        for _ in range(count):
-            for launch in launches:
-                launch()
+        for launch in each:
+            launch()
 
-    return bench.host_seconds(turn, count)
+    return turn
 
 
 def loads(bench: Bench, sizes: Sizes) -> Iterator[Row]:

@@ -201,23 +201,35 @@ class Bench:
 
     def host_seconds(self, call: Callable[[], Any], calls: int, *, after: Callable[[], Any] = lambda: None) -> float:
         """Seconds of the host for one of the `calls` that `call` makes."""
+        return self.host_beside([call], calls, after=after)[0]
 
-        def turn() -> float:
-            begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
+    def host_beside(
+        self, each: Sequence[Callable[[], Any]], calls: int, *, after: Callable[[], Any] = lambda: None
+    ) -> list[float]:
+        """host_seconds of several, measured in turn, so that a clock that changes or a busy host meets all alike."""
 
-        return self.median_of(turn, after=after) / calls
+        def timed(call: Callable[[], Any]) -> Callable[[], float]:
+            def turn() -> float:
+                begin = time.perf_counter()
+                call()
+                return time.perf_counter() - begin
 
-    def median_of(self, turn: Callable[[], float], *, after: Callable[[], Any] = lambda: None) -> float:
-        """The median of what `turn` returns, each on an idle device; `after` ends a turn."""
-        found = []
+            return turn
+
+        return [seconds / calls for seconds in self.medians_of([timed(call) for call in each], after=after)]
+
+    def medians_of(
+        self, turns: Sequence[Callable[[], float]], *, after: Callable[[], Any] = lambda: None
+    ) -> list[float]:
+        """The medians of what the turns return, one after the other, each on an idle device; `after` ends a turn."""
+        found: list[list[float]] = [[] for _ in turns]
         for _ in range(HOST_TURNS * self.replays + 1):
-            self.e.synchronize()
-            found.append(turn())
-            after()
+            for seconds, turn in zip(found, turns, strict=True):
+                self.e.synchronize()
+                seconds.append(turn())
+                after()
         self.e.synchronize()
-        return statistics.median(found[1:])
+        return [statistics.median(seconds[1:]) for seconds in found]
 
     def take_first(self, name: str, call: Callable[[], Any]) -> None:
         """Runs the call; the first of a name is timed until the device has done it."""

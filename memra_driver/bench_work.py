@@ -165,10 +165,16 @@ class Workload:
 
     def host_seconds(self, op: str, rows: int | None = None, call: Callable[[int], None] | None = None) -> float:
         """Host seconds of one eager call; `call` brings operands of its own."""
+        return self.host_beside(op, rows=rows, call=call)[0]
+
+    def host_beside(
+        self, op: str, *others: Callable[[], Any], rows: int | None = None, call: Callable[[int], None] | None = None
+    ) -> list[float]:
+        """host_seconds, and in turn with it those of others that do as much as a call on each layer."""
         rows = self.rows if rows is None else rows
         call, layers, pos = call or self.calls(op, rows), self.layers(op)[:HOST_LAYERS], self.caches[0].pos
 
-        def turn() -> None:
+        def mine() -> None:
             for il in layers:
                 call(il)
 
@@ -177,7 +183,7 @@ class Workload:
                 self.target.advance(self.e, rows)
                 self.place(pos)
 
-        return self.bench.host_seconds(turn, len(layers), after=end)
+        return self.bench.host_beside([mine, *others], len(layers), after=end)
 
     def _warm(self, names: Sequence[str], rows: int) -> None:
         """One eager step, for the first-call times and what a capture would not allocate; the clock stays."""

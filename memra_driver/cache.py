@@ -47,12 +47,14 @@ from memra_driver.layout import CacheState, StepOp
 from memra_driver.memory import CHANGED, Borrowed, run_all
 from memra_driver.place import (
     Action,
+    Copies,
     check_fit,
     close_slices,
-    copy_actions,
+    copies_of,
     has_arena,
     ordinal,
     place,
+    restore_actions,
     run_actions,
     united,
     zero_actions,
@@ -238,7 +240,7 @@ class Cache(CacheClock):
         self.check_owner(snap)
         copies = self._state_copies("snapshot_into", snap, restore=False)
         snap.begin_stamp()
-        run_actions([action for actions in copies for action in actions], lambda: None)
+        run_actions([action for each in copies for action in each.actions], lambda: None)
         self._stamp(snap)
         snap.keep_renewal(mark, e, self, copies)
 
@@ -248,10 +250,12 @@ class Cache(CacheClock):
         Ring and state return to the snapshot, pos = snap.pos, len = len_d = saved + accept_len (a
         layer that took no part keeps its saved length). With accept_len > 0 a replay is pending:
         run the accepted rows again until pos reaches replay_to. Legal in the middle of a step and
-        after any number of swaps. Enqueues at most two copies and one launch per arena device;
-        waits for nothing. Raises SnapshotError, CapacityError (accept_len), StateError.
+        after any number of swaps. Enqueues one launch per arena device, where all layers took part; waits for
+        nothing. Raises SnapshotError, CapacityError (accept_len), StateError.
         """
-        accept_len = operator.index(accept_len)
+        mark, accept_len = CHANGED[0], operator.index(accept_len)
+        if type(snap) is CacheSnapshot and snap.returned(e, self, accept_len):
+            return
         self.check_device(e)
         self.check_not_recording("rollback")
         self.check_state("rollback", CacheState.READY, CacheState.PENDING_REPLAY, CacheState.TAINTED)
@@ -278,7 +282,7 @@ class Cache(CacheClock):
         }
         actions: list[Action] = []
         for d, copying in enumerate(copies):
-            actions += [*copying, *self._counter_actions(d, lens, snap.pos)]
+            actions += self._restore_actions(d, copying, lens, snap.pos)
         self._run_and_end_round(actions)
         for il, length in lens.items():
             self.kv_layer(il).len = length
@@ -286,6 +290,7 @@ class Cache(CacheClock):
         self._c.replay_to = snap.pos + accept_len if accept_len else 0
         self._c.state = CacheState.PENDING_REPLAY if accept_len else CacheState.READY
         self.give_up(snap.pos + accept_len)
+        snap.keep_return(mark, e, self, copies)
 
     # The clock; advance, sync_d, settle and replays stand in clock.py.
 
@@ -435,7 +440,7 @@ class Cache(CacheClock):
         run_actions(actions, half_made)
         over()
 
-    def _state_copies(self, what: str, snap: CacheSnapshot, *, restore: bool) -> list[list[Action]]:
+    def _state_copies(self, what: str, snap: CacheSnapshot, *, restore: bool) -> list[Copies]:
         """The copies between the live states and those of snap, which must fit, by device.
 
         A snapshot as it was made has the copies of each arrangement of the states that it met.
@@ -447,11 +452,18 @@ class Cache(CacheClock):
             known = []
             for d, device in enumerate(self.devices):
                 pairs = snap.pairs(self.plan, self.recur, d)
-                known.append(copy_actions(device, pairs if restore else [(kept, live) for live, kept in pairs]))
+                known.append(copies_of(device, pairs if restore else [(kept, live) for live, kept in pairs]))
             snap.keep_copies(key, known)
         else:
             self.check_saved(what, snap)
         return known
+
+    def _restore_actions(self, d: int, copies: Copies, lens: dict[int, int], pos: int) -> list[Action]:
+        """The copies on device d; then its counters are those of `lens` and pos."""
+        if not copies.are_few:
+            return [*copies.actions, *self._counter_actions(d, lens, pos)]
+        counters, values, packed = self._counters(d, lens, pos)
+        return restore_actions(copies, counters, packed, values, self._planes["health", None, d])
 
     def _stamp(self, snap: CacheSnapshot) -> None:
         """Notes in snap where the cache stands, once its copies are enqueued."""

@@ -242,10 +242,15 @@ class CacheClock(CacheBeside):
             action = self._counter_launch(d, len(mine), mine[0] if mine else pos, pos)
             if action is not None:
                 return [action]
+        counters, values, packed = self._counters(d, lens, pos)
+        return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])
+
+    def _counters(self, d: int, lens: dict[int, int], pos: int) -> tuple[list[Any], dict[int, int], Any]:
+        """The counters of device d, by index the values of those of `lens` and of pos_d, the plane of all or None."""
+        layers = self._counter_layers[d]
         counters = [self.kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
         values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
-        packed = self._planes.get(("counters", None, d))
-        return counter_actions(self.devices[d], counters, packed, values, self._planes["health", None, d])
+        return counters, values, self._planes.get(("counters", None, d))
 
     def _counter_launch(self, d: int, n: int, length: int, pos: int) -> Action | None:
         """The launch that stamps n len_d of device d (all of them, or 0) and its pos_d.

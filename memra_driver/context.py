@@ -83,6 +83,10 @@ class CudaContext(Closing):
         Launches it refuses by itself.
         """
         self.bind()
+        self.check_alive()
+
+    def check_alive(self) -> None:
+        """Refused where somebody destroyed the context."""
         if not self.is_alive():
             raise StateError(f"somebody destroyed the context of device {self.device}: what lived there is gone")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -132,6 +132,21 @@ class CudaStream(Closing):
         if nbytes:
             self.context.bind_alive()
             driver.memcpy_dtod_async(dst, src, nbytes, self.handle)
+
+    def copier(self, dst: int, src: int, nbytes: int) -> Callable[[], None]:
+        """A `memcpy_dtod` to be made again and again, as long as stream and context are open.
+
+        The driver takes the context from the stream, and follows it without a look.
+        """
+        if self.handle <= PER_THREAD_STREAM:
+            return partial(self.memcpy_dtod, dst, src, nbytes)
+        check_alive, copy = self.context.check_alive, driver.copier(dst, src, nbytes, self.handle)
+
+        def again() -> None:
+            check_alive()
+            copy()
+
+        return again
 
     def memset(self, dst: int, value: int, nbytes: int) -> None:
         """Fills bytes with `value` (0..255), in stream order."""

@@ -324,6 +324,21 @@ def memcpy_dtod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
         raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
 
 
+def copier(dst: int, src: int, nbytes: int, stream: int) -> Callable[[], None]:
+    """`memcpy_dtod_async` of these, with the bindings' own objects, to be called again and again."""
+    arguments = _cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)
+
+    def copy() -> None:
+        try:
+            status = _cu.cuMemcpyDtoDAsync(*arguments)[0]
+        except (RuntimeError, ValueError) as error:
+            _reraise(f"cuMemcpyDtoDAsync({nbytes})", error)
+        if status:
+            raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
+
+    return copy
+
+
 def memcpy_htod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
     """`src` is a host address. Pageable memory is staged before the return, pinned memory is read later."""
     _call("cuMemcpyHtoDAsync", dst, src, nbytes, stream, shown=nbytes)

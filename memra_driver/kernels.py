@@ -26,6 +26,7 @@ APPEND_TILES = (16, 32)  # blocks of 32 elements of a plane that a thread block 
 APPEND_MANY = 1 << 15
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
+RESTORE_BYTES = 1 << 14  # that a block of restore copies
 SCAN_COLUMNS = 32  # of a head's state, per block of gdn_scan
 RECUR_ROWS = 8  # rows that a block of recur_step has in shared memory at a time
 RECUR_COLUMNS = 512  # of the states that read one key head, which a block takes at a time
@@ -228,6 +229,17 @@ KERNELS: dict[str, Kernel] = {
             "int* counters, int a, int b, long long a_lo, long long a_hi, long long b_lo, long long b_hi,"
             " memra_health* health, int layer",
             lambda a: _line(1, 128),
+        ),
+        # Two copies of any size (0, too) and alignment, which must not overlap, and counters as by set_counters.
+        Kernel(
+            "restore",
+            "counters.cu",
+            "const uint8_t* src, uint8_t* dst, long long bytes, const uint8_t* src2, uint8_t* dst2, long long bytes2,"
+            " int* counters, int a, int b, long long a_lo, long long a_hi, long long b_lo, long long b_hi,"
+            " memra_health* health, int layer",
+            lambda a: _line(
+                max(1, _ceil_div(a["bytes"], RESTORE_BYTES) + _ceil_div(a["bytes2"], RESTORE_BYTES)), 256
+            ),
         ),
         # counters[i] = *pos_d + accept for the mask's bits; then, if move_pos, *pos_d += accept.
         Kernel(

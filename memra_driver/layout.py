@@ -269,12 +269,8 @@ def words(struct: Any) -> tuple[memoryview, memoryview]:
     return memory.cast("q"), memory.cast("I")
 
 
-# Where fields that are read often lie, in words of 8 bytes, and in those of 4.
-POS_WORD, STEP_ROWS_WORD, ROUND_WIDTH_WORD = (
-    getattr(CacheC, name).offset // 8 for name in ("pos", "step_rows", "round_width")
-)
-LEN_WORD = KvLayerC.len.offset // 8
-STATE_WORD32, RECORDER_WORD32 = CacheC.state.offset // 4, CacheC.recorder.offset // 4
+# Where fields that are read often lie, in words of 8 bytes.
+POS_WORD, LEN_WORD = CacheC.pos.offset // 8, KvLayerC.len.offset // 8
 
 
 def stand_of(c: CacheC) -> memoryview:

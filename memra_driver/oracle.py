@@ -192,6 +192,12 @@ def set_counters(a: Args) -> None:
             a["counters"][i] = a["b"]
 
 
+def restore(a: Args) -> None:
+    a["dst"][: a["bytes"]] = a["src"][: a["bytes"]]
+    a["dst2"][: a["bytes2"]] = a["src2"][: a["bytes2"]]
+    set_counters(a)
+
+
 def commit_counters(a: Args) -> None:
     taken, start = a["accept"] if a["accept_d"] is None else int(a["accept_d"][0]), int(a["pos_d"][0])
     if not 0 <= taken <= a["rows"]:

@@ -7,12 +7,12 @@ address, kernels. This file is the only one that asks which of them a device has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
-from memra_driver.memory import run_all
+from memra_driver.memory import Borrowed, run_all
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
 Key = tuple[str, int | None, int]  # plane, layer, device index
@@ -153,15 +153,37 @@ def _alloc(e: Any, row: PlanRow) -> Any:
     return e.zeros(row.len)
 
 
-def copy_actions(e: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Action]:
-    """Copies src into dst for each (dst, src) of equal length, in as few calls as e allows.
+class Copies(NamedTuple):
+    """Copies of planes on device e, in as few calls as it allows: the calls, and what they copy.
+
+    ranges: (dst, src, bytes) by address; None where e copies slices only.
+    """
+
+    e: Any
+    actions: list[Action]
+    ranges: list[tuple[int, int, int]] | None
+
+    @property
+    def are_few(self) -> bool:
+        """Whether they are plain copies, one or two."""
+        return self.ranges is not None and 1 <= len(self.ranges) <= 2
+
+    def again(self) -> list[Action]:
+        """The calls, to be made again and again as long as memory, stream and context are open."""
+        if self.ranges is None or not self.are_few or not getattr(self.e, "prepares", False):
+            return self.actions
+        return [self.e.stream.copier(*each) for each in self.ranges]
+
+
+def copies_of(e: Any, pairs: Sequence[tuple[Any, Any]]) -> Copies:
+    """Copies src into dst for each (dst, src) of equal length.
 
     Neighbours in one arena are one range, padding included. Up to two ranges are plain copies,
     more are one copy_many.
     """
     pairs = [pair for pair in pairs if pair[0].len]
     if not hasattr(e, "copy_bytes"):
-        return [lambda d=dst, s=src: e.copy_into(d, 0, s, s.len) for dst, src in pairs]  # type: ignore[misc]
+        return Copies(e, [lambda d=dst, s=src: e.copy_into(d, 0, s, s.len) for dst, src in pairs], None)  # type: ignore[misc]
     ranges: list[tuple[int, int, int]] = []
     for dst, src, n_bytes in sorted((dst.ptr, src.ptr, dst.nbytes) for dst, src in pairs):
         if ranges and has_arena(e):
@@ -172,8 +194,37 @@ def copy_actions(e: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Action]:
                 continue
         ranges.append((dst, src, n_bytes))
     if len(ranges) <= 2:
-        return [lambda r=each: e.copy_bytes(*r) for each in ranges]  # type: ignore[misc]
-    return [lambda: e.copy_many(ranges)]
+        return Copies(e, [lambda r=each: e.copy_bytes(*r) for each in ranges], ranges)  # type: ignore[misc]
+    return Copies(e, [lambda: e.copy_many(ranges)], ranges)
+
+
+def copy_actions(e: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Action]:
+    """The calls of copies_of."""
+    return copies_of(e, pairs).actions
+
+
+def restore_actions(
+    copies: Copies, counters: Sequence[Any], packed: Any, values: dict[int, int], health: Any
+) -> list[Action]:
+    """The copies, then counters[i] = values[i]: one launch for both where there are few of either."""
+    e, distinct = copies.e, set(values.values())
+    is_one = has_kernels(e) and packed is not None and packed.len <= COUNTERS_PER_LAUNCH and len(distinct) <= 2
+    if not (is_one and copies.are_few):
+        return [*copies.actions, *counter_actions(e, counters, packed, values, health)]
+    args = restore_arguments(copies, packed, *_values_and_masks(values), health)
+    return [lambda: e.launch("restore", *args)]
+
+
+def restore_arguments(
+    copies: Copies, counters: Any, a: int, b: int, in_a: int, in_b: int, health: Any
+) -> tuple[Any, ...]:
+    """Of the launch that makes one or two copies and sets counters: those of mask in_a to a, of in_b to b."""
+    assert copies.ranges is not None
+    args: list[Any] = []
+    for dst, src, n_bytes in [*copies.ranges, (0, 0, 0)][:2]:
+        args += [Borrowed(copies.e.memory, ptr, n_bytes, np.uint8) if n_bytes else None for ptr in (src, dst)]
+        args.append(n_bytes)
+    return *args, counters, a, b, *_mask_words(in_a, in_b), health, 0
 
 
 def counter_actions(e: Any, counters: Sequence[Any], packed: Any, values: dict[int, int], health: Any) -> list[Action]:
@@ -219,10 +270,19 @@ def commit_counter_actions(
 
 def _set_action(e: Any, target: Any, values: dict[int, int], health: Any) -> Action:
     """One launch that sets target[i] = values[i]: at most two distinct values, i below COUNTERS_PER_LAUNCH."""
+    a, b, in_a, in_b = _values_and_masks(values)
+    return lambda: e.launch("set_counters", target, a, b, *_mask_words(in_a, in_b), health, 0)
+
+
+def _values_and_masks(values: dict[int, int]) -> tuple[int, int, int, int]:
+    """The two values, and a mask of the counters that get either."""
     a, b = min(values.values()), max(values.values())
-    masks = [sum(1 << i for i, v in values.items() if v == value) for value in (a, b)]
-    words = [signed_word(mask >> shift) for mask in masks for shift in (0, 64)]
-    return lambda: e.launch("set_counters", target, a, b, *words, health, 0)
+    in_a, in_b = (sum(1 << i for i, v in values.items() if v == value) for value in (a, b))
+    return a, b, in_a, in_b
+
+
+def _mask_words(in_a: int, in_b: int) -> list[int]:
+    return [signed_word(mask >> shift) for mask in (in_a, in_b) for shift in (0, 64)]
 
 
 def signed_word(word: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,22 +12,11 @@ import numpy as np
 from memra_driver import layout
 from memra_driver.errors import SnapshotError
 from memra_driver.layers import RecurLayer, fixed, scalar
-from memra_driver.layout import (
-    DTYPE_NAMES,
-    LEN_WORD,
-    POS_WORD,
-    RECORDER_WORD32,
-    ROUND_WIDTH_WORD,
-    STATE_WORD32,
-    STEP_ROWS_WORD,
-    Invalid,
-    RecurLayerC,
-    SnapshotC,
-    words,
-)  # fmt: skip
-from memra_driver.memory import CHANGED, Closing
-from memra_driver.place import Action, close_slices, copy_actions, has_arena
+from memra_driver.layout import DTYPE_NAMES, Invalid, SnapshotC
+from memra_driver.memory import Closing
+from memra_driver.place import Action, Copies, close_slices, copy_actions, has_arena
 from memra_driver.plan import CachePlan
+from memra_driver.snapshot_again import Renewal, Return
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -60,8 +48,9 @@ class CacheSnapshot(Closing):
         self.ssm: list[Any] = [None] * n_layer
         self.is_closed = False
         self._buffers: list[Any] = []
-        self.copies: dict[Any, list[list[Action]]] = {}  # by the arrangement of the live states
+        self.copies: dict[Any, list[Copies]] = {}  # by direction and the arrangement of the live states
         self._renewal: Renewal | None = None
+        self._return: Return | None = None
         self._made: tuple[list[Any], list[Any]] | None = None  # conv and ssm, where all are views of buffers of its own
         self._has_clones = False
         self._saved = np.ndarray(n_layer, np.int64, buffer=self._lens_c)
@@ -136,15 +125,19 @@ class CacheSnapshot(Closing):
 
     def is_as_made(self) -> bool:
         """Whether conv and ssm are the planes that it was born with, none of them closed."""
+        return all(len(each._open) == 1 for each in self._buffers) and self.has_its_planes()
+
+    def has_its_planes(self) -> bool:
+        """Whether conv and ssm are the planes that it was born with."""
         made = self._made
-        if made is None or not all(len(each._open) == 1 for each in self._buffers):
+        if made is None:
             return False
         try:
             return self.conv == made[0] and self.ssm == made[1]
         except Exception:  # somebody else's objects stand there, which compare as they like
             return False
 
-    def keep_copies(self, key: Any, copies: list[list[Action]]) -> None:
+    def keep_copies(self, key: Any, copies: list[Copies]) -> None:
         """For the next time that the live states lie so."""
         if self.is_as_made() and len(self.copies) < 16:
             self.copies[key] = copies
@@ -153,14 +146,27 @@ class CacheSnapshot(Closing):
         """Whether a `snapshot_into` like an earlier one was done once more; False, and nothing done, else."""
         return self._renewal is not None and self._renewal.again(e, cache_c, self)
 
-    def keep_renewal(self, mark: object, e: Any, cache: Cache, copies: list[list[Action]]) -> None:
+    def returned(self, e: Any, cache: Cache, accept_len: int) -> bool:
+        """The same of a `rollback`."""
+        return self._return is not None and self._return.again(e, cache, self, accept_len)
+
+    def keep_renewal(self, mark: object, e: Any, cache: Cache, copies: list[Copies]) -> None:
         """For `renewed`. mark: of memory.CHANGED, from before the checks of the `snapshot_into` just done."""
         if not self.is_as_made():
             self._renewal = None
             return
-        if self._renewal is None or not self._renewal.is_of(mark, e, cache._c):
+        if self._renewal is None or not self._renewal.is_of(e, cache._c):
             self._renewal = Renewal(mark, e, cache, self)
         self._renewal.learn(copies)
+
+    def keep_return(self, mark: object, e: Any, cache: Cache, copies: list[Copies]) -> None:
+        """For `returned`, as keep_renewal."""
+        if not self.is_as_made():
+            self._return = None
+            return
+        if self._return is None or not self._return.is_of(e, cache._c):
+            self._return = Return(mark, e, cache, self)
+        self._return.learn(cache, copies)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +179,7 @@ class CacheSnapshot(Closing):
         self._unlink()
         close_slices(self._buffers)
         self._buffers, self.conv, self.ssm = [], [None] * len(self.conv), [None] * len(self.ssm)
-        self._made = self._renewal = None
+        self._made = self._renewal = self._return = None
         self.copies.clear()
 
     def allocate(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> list[Action]:
@@ -208,85 +214,6 @@ class CacheSnapshot(Closing):
             if layer is not None and plan.device_of(il) == d:
                 found += [(layer.conv_state, self.conv[il]), (layer.ssm_state, self.ssm[il])]
         return found
-
-
-def _of_layers(structs: Any, word: int) -> memoryview:
-    """One word of the struct of each layer."""
-    return words(structs)[0][word :: ctypes.sizeof(structs._type_) // 8]
-
-
-def _runs(layers: list[int]) -> list[slice]:
-    """The layers as slices: as few as take each as many as are equally far apart."""
-    runs, at = [], 0
-    while at < len(layers):
-        end = at + 1
-        step = layers[end] - layers[at] if end < len(layers) else 1
-        while end < len(layers) and layers[end] - layers[end - 1] == step:
-            end += 1
-        runs.append(slice(layers[at], layers[end - 1] + 1, step))
-        at = end
-    return runs
-
-
-class Renewal:
-    """A `snapshot_into` that passed every check, to be done once more.
-
-    It compares what can have changed since. Where a comparison fails nothing was done, and the usual way, which knows
-    every rule, says what is wrong.
-    """
-
-    def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
-        self._mark, self._e = mark, e
-        self._cache_c, self._max_ctx = cache._c, cache.max_ctx
-        self._c, self._c32 = words(cache._c)
-        # What is read of all layers at once: strided views. Lengths and where they are saved, in runs of layers.
-        lens, saved = _of_layers(cache._kv_c, LEN_WORD), words(snap._lens_c)[0]
-        runs = _runs([il for il, layer in enumerate(cache.kv) if layer is not None])
-        self._lens = [(lens[run], saved[run]) for run in runs]
-        self._states = [
-            _of_layers(cache._recur_c, field.offset // 8) for field in (RecurLayerC.conv_state, RecurLayerC.ssm_state)
-        ]
-        self._arranged: list[tuple[list[memoryview], list[Action]]] = []  # how the states lay, and the copies then
-
-    def is_of(self, mark: object, e: Any, cache_c: layout.CacheC) -> bool:
-        """Whether it is as good as one made now, and has room for one more arrangement of the states."""
-        same = self._mark is mark and self._e is e and self._cache_c is cache_c
-        return same and len(self._arranged) < 4
-
-    def learn(self, copies: list[list[Action]]) -> None:
-        """The copies, by device, that serve where the states lie now."""
-        frozen = [memoryview(array.array("q", states.tolist())) for states in self._states]
-        self._arranged.append((frozen, [action for actions in copies for action in actions]))
-
-    def again(self, e: Any, cache_c: layout.CacheC, snap: CacheSnapshot) -> bool:
-        """Copies and stamps as before; False, and nothing done, where that may be wrong."""
-        if self._mark is not CHANGED[0] or e is not self._e or cache_c is not self._cache_c:
-            return False
-        c, c32, most = self._c, self._c32, self._max_ctx
-        if c32[STATE_WORD32] or c32[RECORDER_WORD32] or c[ROUND_WIDTH_WORD] or c[STEP_ROWS_WORD]:
-            return False
-        pos = c[POS_WORD]
-        if not 0 <= pos <= most:
-            return False
-        for lens, _ in self._lens:
-            each = lens.tolist()
-            if each.count(pos) != len(each) and (min(each) < 0 or max(each) > most):
-                return False
-        for frozen, known in self._arranged:
-            if self._states == frozen:
-                actions = known
-                break
-        else:
-            return False
-        if not (snap.is_as_made() and snap.is_as_stamped() and 0 <= snap.pos <= most):
-            return False
-        snap.begin_stamp()
-        for action in actions:
-            action()
-        for lens, saved in self._lens:
-            saved[:] = lens
-        snap.stamped(pos, cache_c.generation)
-        return True
 
 
 def snapshots_of(cache_c: layout.CacheC) -> Iterator[SnapshotC]:

@@ -45,6 +45,7 @@ IN_KERNELS = [
     ("commit_counters", "counters.cu", "if (i == 0 && move_pos) *pos_d", "if (i == 0) *pos_d"),
     ("advance_batch", "counters.cu", "pos_d += n;", "pos_d += 1;"),
     ("copy_many", "copy_many.cu", "threadIdx.x < tail", "threadIdx.x + 1 < tail"),
+    ("restore", "counters.cu", "(is_first ? src : src2) + at", "(is_first ? src : src2)"),
     ("copy_rows", "copy_many.cu", "c < end;", "c + 1 < end;"),
     ("attend", "attend.cu", "const bool seen = column < work.columns &&", "const bool seen = key + 1 <"),
     ("attend", "attend.cu", "sum[i] = __fmaf_rn(sum[i], worth, added)", "sum[i] = added"),
@@ -82,6 +83,7 @@ IN_TWINS = [
     ("commit_counters", reference, "    if move_pos:\n        pos_d", "    if True:\n        pos_d"),
     ("advance_batch", reference, "[0] += n", "[0] += 1"),
     ("copy_many", reference, "memmove(dst, src, count)", "memmove(dst, src, count & ~1)"),
+    ("restore", reference, "to[:count] = source[:count]", "to[: count - 1] = source[: count - 1]"),
     ("copy_rows", reference, "for row in range(rows):", "for row in range(rows - 1):"),
     ("attend", reference_attend, "at <= pos + row", "at < pos + row"),
     ("attend_combine", reference_attend, "total[:, head_dim_v + 1 :]", "total[:, head_dim_v:][:, :1]"),
@@ -118,7 +120,7 @@ def flipped(text: str, old: str, new: str) -> str:
 def with_headers(source: str) -> str:
     """A kernel source with the headers that hold its own text written out."""
     text = (standin_module.CUDA_SRC / source).read_text()
-    own = r'#include "((?:append_kv|gdn|recur_step|attend_pipe_block|attend_pipe_score)\.cuh)"\n'
+    own = r'#include "((?:append_kv|copy|gdn|recur_step|attend_pipe_block|attend_pipe_score)\.cuh)"\n'
     return re.sub(own, lambda found: with_headers(found[1]), text)
 
 

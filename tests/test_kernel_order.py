@@ -77,6 +77,12 @@ def arguments(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
             "counters": np.zeros(128, np.int32), "a": 1, "b": 2, "a_lo": 0x0F0F, "a_hi": -1, "b_lo": 0x00FF, "b_hi": 0,
             "health": None, "layer": 0,
         },
+        "restore": {
+            "src": rng.integers(0, 256, 40_000, np.uint8), "dst": np.zeros(40_000, np.uint8), "bytes": 39_999,
+            "src2": rng.integers(0, 256, 100, np.uint8), "dst2": np.zeros(100, np.uint8), "bytes2": 64,
+            "counters": np.zeros(128, np.int32), "a": 1, "b": 2, "a_lo": 0x0F0F, "a_hi": -1, "b_lo": 0x00FF, "b_hi": 0,
+            "health": None, "layer": 0,
+        },
         "commit_counters": commit_args(rng, pos=7, accept=2, rows=3),
         "copy_rows": rows_args(rng, 5, 1100, 1200, 1300),
         "attend_combine": combine,

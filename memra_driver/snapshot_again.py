@@ -1,0 +1,216 @@
+"""Snapshots renewed, and restored, once more: what a speculative decoder does every round, asked less.
+
+Both remember a call that passed every check, and compare what can have changed since. Where a comparison fails nothing
+was done, and the usual way, which knows every rule, says what is wrong: no rule is stated here.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from memra_driver.graph import open_captures
+from memra_driver.layout import (
+    LEN_WORD,
+    POS_WORD,
+    CacheC,
+    CacheState,
+    KvLayerC,
+    RecurLayerC,
+    SnapshotC,
+    ready_stand,
+    stand_of,
+    words,
+)  # fmt: skip
+from memra_driver.memory import CHANGED, OpenWatch
+from memra_driver.place import COUNTERS_PER_LAUNCH, Copies, restore_arguments, run_actions
+
+if TYPE_CHECKING:
+    from memra_driver.cache import Cache
+    from memra_driver.launches import Launch
+    from memra_driver.snapshot import CacheSnapshot
+
+_MOST = 4  # arrangements of the live states that are remembered
+# Where fields lie, in words of 8 bytes (_INVALID: of 4), of a cache, of what stand_of gives, and of a snapshot.
+_REPLAY, _GENERATION, _LOGITS, _SNAPSHOTS = (
+    getattr(CacheC, name).offset // 8 for name in ("replay_to", "generation", "logits_at", "snapshots")
+)
+_STATE, _STEP, _ROUND = range(3)
+_SNAP_POS, _SNAP_GENERATION, _NEXT = (getattr(SnapshotC, name).offset // 8 for name in ("pos", "generation", "next"))
+_INVALID = SnapshotC.invalid.offset // 4
+
+
+def _of_layers(structs: Any, word: int) -> memoryview:
+    """One word of the struct of each layer."""
+    return words(structs)[0][word :: ctypes.sizeof(structs._type_) // 8]
+
+
+def _runs(layers: list[int]) -> list[slice]:
+    """The layers as slices: as few as take each as many as are equally far apart."""
+    runs, at = [], 0
+    while at < len(layers):
+        end = at + 1
+        step = layers[end] - layers[at] if end < len(layers) else 1
+        while end < len(layers) and layers[end] - layers[end - 1] == step:
+            end += 1
+        runs.append(slice(layers[at], layers[end - 1] + 1, step))
+        at = end
+    return runs
+
+
+class _Known:
+    """Calls between one cache and one snapshot that passed every check, by how the live states lay then."""
+
+    def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
+        self._mark, self._e = mark, e  # mark: of CHANGED, from before the checks
+        self._cache_c, self._max_ctx, self._snap_c = cache._c, cache.max_ctx, snap._c
+        self._c, self._stand = words(cache._c)[0], stand_of(cache._c)
+        self._devices = [(each.stream, each.context) for each in cache.devices if hasattr(each, "context")]
+        owners = [*cache._owners, *snap._buffers]
+        self._watch = OpenWatch(owners) if len(self._devices) == len(cache.devices) else None
+        # What is read of all layers at once: strided views. Lengths and where they are saved, in runs of layers.
+        lens, saved = _of_layers(cache._kv_c, LEN_WORD), words(snap._lens_c)[0]
+        runs = _runs([il for il, layer in enumerate(cache.kv) if layer is not None])
+        self._lens = [(lens[run], saved[run]) for run in runs]
+        self._states = [
+            _of_layers(cache._recur_c, field.offset // 8) for field in (RecurLayerC.conv_state, RecurLayerC.ssm_state)
+        ]
+        self._arranged: list[tuple[list[memoryview], Any]] = []  # how the states lay, and what served then
+
+    def is_of(self, e: Any, cache_c: CacheC) -> bool:
+        """Whether it is about these, nothing was closed since, and it has room for one more arrangement."""
+        same = e is self._e and cache_c is self._cache_c and len(self._arranged) < _MOST
+        return same and (self._mark is CHANGED[0] or self._is_open())
+
+    def _is_open(self) -> bool:
+        """Whether memory, streams and contexts are there still, though something has changed somewhere."""
+        mark = CHANGED[0]  # read first: what changes from here on will be noticed
+        if open_captures or self._watch is None or not self._watch.is_true():
+            return False
+        if any(stream.is_closed or not context.is_ready for stream, context in self._devices):
+            return False
+        self._mark = mark
+        return True
+
+    def _learn(self, served: Any) -> None:
+        frozen = [memoryview(array.array("q", states.tolist())) for states in self._states]
+        self._arranged.append((frozen, served))
+
+    def _served(self) -> Any:
+        """What served when the states lay as they lie now; None: nothing is known."""
+        for frozen, served in self._arranged:
+            if self._states == frozen:
+                return served
+        return None
+
+
+class Renewal(_Known):
+    """A `snapshot_into`."""
+
+    def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
+        super().__init__(mark, e, cache, snap)
+        self._idle = ready_stand(0, 0)
+
+    def learn(self, copies: list[Copies]) -> None:
+        """The copies, by device, that serve where the states lie now."""
+        self._learn([action for each in copies for action in each.again()])
+
+    def again(self, e: Any, cache_c: CacheC, snap: CacheSnapshot) -> bool:
+        """Copies and stamps as before; False, and nothing done, where that may be wrong."""
+        if e is not self._e or cache_c is not self._cache_c:
+            return False
+        if self._mark is not CHANGED[0] and not self._is_open():
+            return False
+        pos, most = self._c[POS_WORD], self._max_ctx
+        if self._stand != self._idle or not 0 <= pos <= most:
+            return False
+        for lens, _ in self._lens:
+            each = lens.tolist()
+            if each.count(pos) != len(each) and (min(each) < 0 or max(each) > most):
+                return False
+        actions = self._served()
+        if actions is None or not (snap.has_its_planes() and snap.is_as_stamped() and 0 <= snap.pos <= most):
+            return False
+        snap.begin_stamp()
+        for action in actions:
+            action()
+        for lens, saved in self._lens:
+            saved[:] = lens
+        snap.stamped(pos, cache_c.generation)
+        return True
+
+
+class Return(_Known):
+    """A `rollback` of a cache that is ready and in no round, all of whose layers took part: one launch a device."""
+
+    def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
+        super().__init__(mark, e, cache, snap)
+        self._snap, self._snap32 = words(snap._c)
+        self._snap_at = ctypes.addressof(snap._c)
+        self._step_ops = [
+            words(structs)[1][field.offset // 4 :: ctypes.sizeof(structs._type_) // 4]
+            for structs, field in ((cache._kv_c, KvLayerC.step_ops), (cache._recur_c, RecurLayerC.step_ops))
+        ]
+        self._none_ran = memoryview(array.array("I", [0] * cache._c.n_layer))
+        self._launches: list[Launch] = []  # of all arrangements
+
+    def learn(self, cache: Cache, copies: list[Copies]) -> None:
+        """The copies, by device, that serve where the states lie now, if they are one launch each."""
+        launches: list[Launch] = []
+        for d, each in enumerate(copies):
+            n, packed = len(cache._counter_layers[d]), cache._planes.get(("counters", None, d))
+            ready = each.are_few and packed is not None and n < COUNTERS_PER_LAUNCH
+            if not ready or not getattr(each.e, "prepares", False):
+                return
+            args = restore_arguments(each, packed, 0, 0, (1 << n) - 1, 1 << n, cache._planes["health", None, d])
+            launches.append(each.e.prepare("restore", args))
+        self._launches += launches
+        fields = [(launch.field("a"), launch.field("b")) for launch in launches]
+        self._learn(([launch.again for launch in launches], fields))
+
+    def _is_open(self) -> bool:
+        mark = CHANGED[0]
+        return all(launch.is_open for launch in self._launches) and super()._is_open() and mark is CHANGED[0]
+
+    def again(self, e: Any, cache: Cache, snap: CacheSnapshot, accept: int) -> bool:
+        """Restores as before; False, and nothing done, where that may be wrong."""
+        if e is not self._e or cache._c is not self._cache_c:
+            return False
+        if self._mark is not CHANGED[0] and not self._is_open():
+            return False
+        c, stand, kept, at = self._c, self._stand, self._snap, self._snap[_SNAP_POS]
+        if stand[_STATE] or stand[_ROUND] or self._snap32[_INVALID] or kept[_SNAP_GENERATION] != c[_GENERATION]:
+            return False
+        end = min(max(c[POS_WORD] + stand[_STEP], c[_REPLAY]), self._max_ctx)
+        if at < 0 or not 0 <= accept <= end - at or not (snap.has_its_planes() and snap.is_as_stamped()):
+            return False
+        length = self._length(accept)
+        served = self._served()
+        if length is None or served is None:
+            return False
+        calls, fields = served
+        for a, b in fields:
+            a.value, b.value = length, at
+        run_actions(calls, cache.taint)
+        for lens, saved in self._lens:
+            lens[:] = memoryview(array.array("q", [length] * len(lens))) if accept else saved
+        for step_ops in self._step_ops:
+            step_ops[:] = self._none_ran
+        stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, at + accept if accept else 0
+        if accept:
+            self._cache_c.state = CacheState.PENDING_REPLAY
+        if c[_LOGITS] > at + accept or c[_SNAPSHOTS] != self._snap_at or kept[_NEXT]:
+            cache.give_up(at + accept)
+        return True
+
+    def _length(self, accept: int) -> int | None:
+        """Where all layers stand afterwards; None where they differ."""
+        saved = [length for _, kept in self._lens for length in kept.tolist()]
+        stood = saved[0] if saved else 0
+        if saved.count(stood) != len(saved) or not 0 <= stood <= self._max_ctx:
+            return None
+        if not accept or not saved:
+            return stood
+        now = [length for lens, _ in self._lens for length in lens.tolist()]
+        return min(max(now[0], stood), stood + accept) if now.count(now[0]) == len(now) else None
