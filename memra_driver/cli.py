@@ -120,7 +120,7 @@ def run(
 ) -> None:
     """A speculative session over the cache of MODEL, each round checked bit for bit against plain decoding."""
     from memra_driver.session import Session
-    from memra_driver.session_times import copy_bandwidth
+    from memra_driver.session.times import copy_bandwidth
 
     cfg = _model(model)
     options: dict[str, Any] = {
@@ -255,8 +255,8 @@ def bench(
 ) -> None:
     """Every operation of the cache on a GPU, beside what its memory can do, against what is asked of it."""
     from memra_driver import bench as benches
-    from memra_driver import bench_report as report
-    from memra_driver.bench_rows import FULL, QUICK
+    from memra_driver.bench import report
+    from memra_driver.bench.rows import FULL, QUICK
 
     if compare is not None:
         print("\n".join(report.compared(*map(report.read, compare))))

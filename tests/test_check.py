@@ -18,8 +18,8 @@ import tally
 import vectors_data
 
 from memra_driver import check, cli, driver, formats, kvdev, nvrtc, reference, reference_attend, reference_common
-from memra_driver.check_case import Case
-from memra_driver.check_vectors import vector_cases
+from memra_driver.check.case import Case
+from memra_driver.check.vectors import vector_cases
 from memra_driver.kernels import KERNELS
 from memra_driver.kvdev import HostDev
 
