@@ -68,6 +68,7 @@ class CudaContext(Closing):
         self._held: dict[tuple[str, int], int] = {}  # what lives on this context: (kind, handle) -> bytes
         self.pools = bool(self.attribute("MEMORY_POOLS_SUPPORTED"))
         self._id = driver.ctx_get_id(self.handle)
+        self.is_same = driver.context_question(self.handle, self._id)  # `is_alive`, in a hurry: no may mean nothing
 
     def bind(self) -> None:
         """Makes the context current on the calling thread. Raises what a finaliser met since the last call."""

@@ -140,10 +140,12 @@ class CudaStream(Closing):
         """
         if self.handle <= PER_THREAD_STREAM:
             return partial(self.memcpy_dtod, dst, src, nbytes)
-        check_alive, copy = self.context.check_alive, driver.copier(dst, src, nbytes, self.handle)
+        context, copy = self.context, driver.copier(dst, src, nbytes, self.handle)
+        is_same = context.is_same
 
         def again() -> None:
-            check_alive()
+            if not is_same():
+                context.check_alive()
             copy()
 
         return again

@@ -224,6 +224,19 @@ def ctx_get_id(ctx: int) -> int | None:
     return int(found)
 
 
+def context_question(ctx: int, its_id: int | None) -> Callable[[], bool]:
+    """Whether `ctx_get_id` says the same still, to be asked again and again; False for any failure."""
+
+    def is_same() -> bool:
+        try:
+            status, found = _cu.cuCtxGetId(ctx)
+        except (RuntimeError, ValueError):
+            return False
+        return not status and found == its_id
+
+    return (lambda: True) if its_id is None else is_same
+
+
 def ctx_get_current() -> int:
     """The calling thread's context, 0 where it has none."""
     try:

@@ -21,6 +21,9 @@ from memra_driver.snapshot_again import Renewal, Return
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
 
+_VALID = int(Invalid.VALID)
+_INVALID_AND_STAMPS = slice(SnapshotC.invalid.offset, SnapshotC.invalid.offset + 8)  # stamps is the upper half
+
 
 class CacheSnapshot(Closing):
     """Lengths, rings and states of a cache at one position; K/V bytes are not copied.
@@ -55,6 +58,7 @@ class CacheSnapshot(Closing):
         self._has_clones = False
         self._saved = np.ndarray(n_layer, np.int64, buffer=self._lens_c)
         self._stamped = b""  # what was saved at last
+        self._stamps = memoryview(self._c).cast("B")[_INVALID_AND_STAMPS].cast("Q")
         self._c.next, cache_c.snapshots = cache_c.snapshots, ctypes.pointer(self._c)
         self._unlink = weakref.finalize(self, _unlink, cache_c, self._c)
         self._unlink.atexit = False
@@ -107,13 +111,14 @@ class CacheSnapshot(Closing):
         """Its copies are enqueued: it stands where the cache does. lens: of all layers, where present."""
         self._saved.fill(-1)
         np.copyto(self._saved, lens, where=present)
-        self.stamped(pos, generation)
+        self._c.pos, self._c.generation = pos, generation
+        self.stamped()
 
-    def stamped(self, pos: int, generation: int) -> None:
-        """The lengths stand in it: where the cache stands."""
-        c = self._c
+    def stamped(self) -> None:
+        """All that is saved stands in it: it is valid."""
         self._stamped = self._saved.tobytes()
-        c.pos, c.generation, c.invalid, c.stamps = pos, generation, Invalid.VALID, c.stamps + 1
+        stamps = (self._stamps[0] >> 32) + 1 & 0xFFFF_FFFF
+        self._stamps[0] = stamps << 32 | _VALID
 
     def is_as_stamped(self) -> bool:
         """Whether kv_len is what `stamp` wrote: nobody has asked for the list, or written to the C struct."""

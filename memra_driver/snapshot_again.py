@@ -16,7 +16,7 @@ from memra_driver.layout import (
     POS_WORD,
     CacheC,
     CacheState,
-    KvLayerC,
+    Invalid,
     RecurLayerC,
     SnapshotC,
     ready_stand,
@@ -38,7 +38,7 @@ _REPLAY, _GENERATION, _LOGITS, _SNAPSHOTS = (
 )
 _STATE, _STEP, _ROUND = range(3)
 _SNAP_POS, _SNAP_GENERATION, _NEXT = (getattr(SnapshotC, name).offset // 8 for name in ("pos", "generation", "next"))
-_INVALID = SnapshotC.invalid.offset // 4
+_INVALID, _HALF_WAY = SnapshotC.invalid.offset // 4, int(Invalid.HALF_WAY)
 
 
 def _of_layers(structs: Any, word: int) -> memoryview:
@@ -65,7 +65,7 @@ class _Known:
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         self._mark, self._e = mark, e  # mark: of CHANGED, from before the checks
         self._cache_c, self._max_ctx, self._snap_c = cache._c, cache.max_ctx, snap._c
-        self._c, self._stand = words(cache._c)[0], stand_of(cache._c)
+        self._c, self._stand, (self._snap, self._snap32) = words(cache._c)[0], stand_of(cache._c), words(snap._c)
         self._devices = [(each.stream, each.context) for each in cache.devices if hasattr(each, "context")]
         owners = [*cache._owners, *snap._buffers]
         self._watch = OpenWatch(owners) if len(self._devices) == len(cache.devices) else None
@@ -129,15 +129,16 @@ class Renewal(_Known):
             each = lens.tolist()
             if each.count(pos) != len(each) and (min(each) < 0 or max(each) > most):
                 return False
-        actions = self._served()
-        if actions is None or not (snap.has_its_planes() and snap.is_as_stamped() and 0 <= snap.pos <= most):
+        kept, c, actions = self._snap, self._c, self._served()
+        if actions is None or not 0 <= kept[_SNAP_POS] <= most or not (snap.has_its_planes() and snap.is_as_stamped()):
             return False
-        snap.begin_stamp()
+        self._snap32[_INVALID] = _HALF_WAY
         for action in actions:
             action()
         for lens, saved in self._lens:
             saved[:] = lens
-        snap.stamped(pos, cache_c.generation)
+        kept[_SNAP_POS], kept[_SNAP_GENERATION] = pos, c[_GENERATION]
+        snap.stamped()
         return True
 
 
@@ -146,13 +147,7 @@ class Return(_Known):
 
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
-        self._snap, self._snap32 = words(snap._c)
         self._snap_at = ctypes.addressof(snap._c)
-        self._step_ops = [
-            words(structs)[1][field.offset // 4 :: ctypes.sizeof(structs._type_) // 4]
-            for structs, field in ((cache._kv_c, KvLayerC.step_ops), (cache._recur_c, RecurLayerC.step_ops))
-        ]
-        self._none_ran = memoryview(array.array("I", [0] * cache._c.n_layer))
         self._launches: list[Launch] = []  # of all arrangements
 
     def learn(self, cache: Cache, copies: list[Copies]) -> None:
@@ -165,9 +160,9 @@ class Return(_Known):
                 return
             args = restore_arguments(each, packed, 0, 0, (1 << n) - 1, 1 << n, cache._planes["health", None, d])
             launches.append(each.e.prepare("restore", args))
+            launches[-1].read_from("b", self._snap_c, SnapshotC.pos)
         self._launches += launches
-        fields = [(launch.field("a"), launch.field("b")) for launch in launches]
-        self._learn(([launch.again for launch in launches], fields))
+        self._learn(([launch.again for launch in launches], [launch.field("a") for launch in launches]))
 
     def _is_open(self) -> bool:
         mark = CHANGED[0]
@@ -189,14 +184,14 @@ class Return(_Known):
         served = self._served()
         if length is None or served is None:
             return False
-        calls, fields = served
-        for a, b in fields:
-            a.value, b.value = length, at
+        calls, lengths = served
+        for each in lengths:
+            each.value = length
         run_actions(calls, cache.taint)
         for lens, saved in self._lens:
             lens[:] = memoryview(array.array("q", [length] * len(lens))) if accept else saved
-        for step_ops in self._step_ops:
-            step_ops[:] = self._none_ran
+        for step_ops in cache._step_ops:
+            step_ops.fill(0)
         stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, at + accept if accept else 0
         if accept:
             self._cache_c.state = CacheState.PENDING_REPLAY
