@@ -233,7 +233,8 @@ class Cache(CacheClock):
         A failure in the middle invalidates the snapshot, not the cache. Waits for nothing.
         """
         mark = CHANGED[0]
-        if type(snap) is CacheSnapshot and snap.renewed(e, self._c):
+        known = snap.renewal if type(snap) is CacheSnapshot else None
+        if known is not None and known.again(e, self._c, snap):
             return
         self.check_device(e)
         self.check_settled("snapshot_into")
@@ -253,8 +254,11 @@ class Cache(CacheClock):
         after any number of swaps. Enqueues one launch per arena device, where all layers took part; waits for
         nothing. Raises SnapshotError, CapacityError (accept_len), StateError.
         """
-        mark, accept_len = CHANGED[0], operator.index(accept_len)
-        if type(snap) is CacheSnapshot and snap.returned(e, self, accept_len):
+        mark = CHANGED[0]
+        if type(accept_len) is not int:
+            accept_len = operator.index(accept_len)
+        known = snap.way_back if type(snap) is CacheSnapshot else None
+        if known is not None and known.again(e, self, snap, accept_len):
             return
         self.check_device(e)
         self.check_not_recording("rollback")

@@ -68,7 +68,6 @@ class CudaContext(Closing):
         self._held: dict[tuple[str, int], int] = {}  # what lives on this context: (kind, handle) -> bytes
         self.pools = bool(self.attribute("MEMORY_POOLS_SUPPORTED"))
         self._id = driver.ctx_get_id(self.handle)
-        self.is_same = driver.context_question(self.handle, self._id)  # `is_alive`, in a hurry: no may mean nothing
 
     def bind(self) -> None:
         """Makes the context current on the calling thread. Raises what a finaliser met since the last call."""
@@ -85,6 +84,13 @@ class CudaContext(Closing):
         """
         self.bind()
         self.check_alive()
+
+    def copier(self, dst: int, src: int, nbytes: int, stream: int) -> Callable[[], None]:
+        """A copy on a stream of this context, to be made again and again: refused where somebody destroyed that.
+
+        The driver takes the context from the stream, whatever is current.
+        """
+        return driver.copier(dst, src, nbytes, stream, self.handle, self._id, self.check_alive)
 
     def check_alive(self) -> None:
         """Refused where somebody destroyed the context."""

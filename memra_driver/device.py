@@ -134,21 +134,10 @@ class CudaStream(Closing):
             driver.memcpy_dtod_async(dst, src, nbytes, self.handle)
 
     def copier(self, dst: int, src: int, nbytes: int) -> Callable[[], None]:
-        """A `memcpy_dtod` to be made again and again, as long as stream and context are open.
-
-        The driver takes the context from the stream, and follows it without a look.
-        """
-        if self.handle <= PER_THREAD_STREAM:
+        """A `memcpy_dtod` to be made again and again, as long as stream and context are open."""
+        if self.handle <= PER_THREAD_STREAM:  # a stream of the context that is current
             return partial(self.memcpy_dtod, dst, src, nbytes)
-        context, copy = self.context, driver.copier(dst, src, nbytes, self.handle)
-        is_same = context.is_same
-
-        def again() -> None:
-            if not is_same():
-                context.check_alive()
-            copy()
-
-        return again
+        return self.context.copier(dst, src, nbytes, self.handle)
 
     def memset(self, dst: int, value: int, nbytes: int) -> None:
         """Fills bytes with `value` (0..255), in stream order."""

@@ -224,19 +224,6 @@ def ctx_get_id(ctx: int) -> int | None:
     return int(found)
 
 
-def context_question(ctx: int, its_id: int | None) -> Callable[[], bool]:
-    """Whether `ctx_get_id` says the same still, to be asked again and again; False for any failure."""
-
-    def is_same() -> bool:
-        try:
-            status, found = _cu.cuCtxGetId(ctx)
-        except (RuntimeError, ValueError):
-            return False
-        return not status and found == its_id
-
-    return (lambda: True) if its_id is None else is_same
-
-
 def ctx_get_current() -> int:
     """The calling thread's context, 0 where it has none."""
     try:
@@ -337,12 +324,21 @@ def memcpy_dtod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
         raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
 
 
-def copier(dst: int, src: int, nbytes: int, stream: int) -> Callable[[], None]:
-    """`memcpy_dtod_async` of these, with the bindings' own objects, to be called again and again."""
+def copier(
+    dst: int, src: int, nbytes: int, stream: int, ctx: int, ctx_id: int | None, refuse: Callable[[], None]
+) -> Callable[[], None]:
+    """`memcpy_dtod_async` of these, with the bindings' own objects, to be called again and again.
+
+    Each call asks first whether ctx_id is what `ctx_get_id` says still; where it is not, or that fails, `refuse` comes
+    before the copy and may raise.
+    """
     arguments = _cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)
 
     def copy() -> None:
         try:
+            found = ctx_id is not None and _cu.cuCtxGetId(ctx)
+            if not found or found[0] or found[1] != ctx_id:
+                refuse()
             status = _cu.cuMemcpyDtoDAsync(*arguments)[0]
         except (RuntimeError, ValueError) as error:
             _reraise(f"cuMemcpyDtoDAsync({nbytes})", error)

@@ -226,7 +226,8 @@ def _appending(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int)
     len_d, born_len_d = _span(layer_c, KvLayerC.len_d, KvLayerC.k_format)
     _, layer32 = words(layer_c)
     (launch,) = watch.launches
-    call, length = launch.again, launch.field("len")
+    call = launch.again
+    launch.read_from("len", layer_c, KvLayerC.len)
     _in_place(watch.launches, cache)
 
     def again(given: Any, owner: Any) -> bool:
@@ -238,17 +239,16 @@ def _appending(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int)
         if not pos <= stands <= max_ctx or (width and stands != pos):
             return False
         end = pos + rows
-        if end < stands:
-            end = stands
-        length.value = end
+        if stands < end:
+            layer[LEN_WORD] = end  # the launch takes it from there
         try:
             call()
-            layer[LEN_WORD] = end
             if opens:
                 owner.note_step(layer_c, op, rows)
             else:  # the step is open: there is nothing else to note
                 layer32[_KV_OPS] = ran | op
-        except MemraError:
+        except MemraError:  # the driver took nothing
+            layer[LEN_WORD] = stands
             raise
         except BaseException:
             owner.taint()

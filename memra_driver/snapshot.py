@@ -52,12 +52,14 @@ class CacheSnapshot(Closing):
         self.is_closed = False
         self._buffers: list[Any] = []
         self.copies: dict[Any, list[Copies]] = {}  # by direction and the arrangement of the live states
-        self._renewal: Renewal | None = None
-        self._return: Return | None = None
+        self.renewal: Renewal | None = None  # a snapshot_into, and a rollback, that may be done once more
+        self.way_back: Return | None = None
         self._made: tuple[list[Any], list[Any]] | None = None  # conv and ssm, where all are views of buffers of its own
         self._has_clones = False
         self._saved = np.ndarray(n_layer, np.int64, buffer=self._lens_c)
+        self._lens = memoryview(self._lens_c)
         self._stamped = b""  # what was saved at last
+        self.level: int | None = None  # the one length of all layers in that
         self._stamps = memoryview(self._c).cast("B")[_INVALID_AND_STAMPS].cast("Q")
         self._c.next, cache_c.snapshots = cache_c.snapshots, ctypes.pointer(self._c)
         self._unlink = weakref.finalize(self, _unlink, cache_c, self._c)
@@ -112,13 +114,13 @@ class CacheSnapshot(Closing):
         self._saved.fill(-1)
         np.copyto(self._saved, lens, where=present)
         self._c.pos, self._c.generation = pos, generation
-        self.stamped()
+        found = set(self._saved[present].tolist()) or {pos}
+        self.stamped(found.pop() if len(found) == 1 else None)
 
-    def stamped(self) -> None:
-        """All that is saved stands in it: it is valid."""
-        self._stamped = self._saved.tobytes()
-        stamps = (self._stamps[0] >> 32) + 1 & 0xFFFF_FFFF
-        self._stamps[0] = stamps << 32 | _VALID
+    def stamped(self, level: int | None) -> None:
+        """All that is saved stands in it: it is valid. level: the length of every layer; None where they differ."""
+        self._stamped, self.level, stamps = self._lens.tobytes(), level, self._stamps
+        stamps[0] = ((stamps[0] >> 32) + 1 & 0xFFFF_FFFF) << 32 | _VALID
 
     def is_as_stamped(self) -> bool:
         """Whether kv_len is what `stamp` wrote: nobody has asked for the list, or written to the C struct."""
@@ -130,16 +132,23 @@ class CacheSnapshot(Closing):
 
     def is_as_made(self) -> bool:
         """Whether conv and ssm are the planes that it was born with, none of them closed."""
-        return all(len(each._open) == 1 for each in self._buffers) and self.has_its_planes()
-
-    def has_its_planes(self) -> bool:
-        """Whether conv and ssm are the planes that it was born with."""
         made = self._made
-        if made is None:
+        if made is None or not all(len(each._open) == 1 for each in self._buffers):
             return False
         try:
             return self.conv == made[0] and self.ssm == made[1]
         except Exception:  # somebody else's objects stand there, which compare as they like
+            return False
+
+    def is_whole(self) -> bool:
+        """Whether conv and ssm are the planes that it was born with, and kv_len is what `stamp` wrote."""
+        made = self._made
+        try:
+            return (
+                made is not None and self.conv == made[0] and self.ssm == made[1]
+                and self._seen != self._stamps[0] >> 32 and self._lens.tobytes() == self._stamped
+            )  # fmt: skip
+        except Exception:  # as in is_as_made
             return False
 
     def keep_copies(self, key: Any, copies: list[Copies]) -> None:
@@ -147,31 +156,24 @@ class CacheSnapshot(Closing):
         if self.is_as_made() and len(self.copies) < 16:
             self.copies[key] = copies
 
-    def renewed(self, e: Any, cache_c: layout.CacheC) -> bool:
-        """Whether a `snapshot_into` like an earlier one was done once more; False, and nothing done, else."""
-        return self._renewal is not None and self._renewal.again(e, cache_c, self)
-
-    def returned(self, e: Any, cache: Cache, accept_len: int) -> bool:
-        """The same of a `rollback`."""
-        return self._return is not None and self._return.again(e, cache, self, accept_len)
-
     def keep_renewal(self, mark: object, e: Any, cache: Cache, copies: list[Copies]) -> None:
-        """For `renewed`. mark: of memory.CHANGED, from before the checks of the `snapshot_into` just done."""
+        """For the next `snapshot_into`. mark: of memory.CHANGED, from before the checks of the one just done."""
         if not self.is_as_made():
-            self._renewal = None
+            self.renewal = None
             return
-        if self._renewal is None or not self._renewal.is_of(e, cache._c):
-            self._renewal = Renewal(mark, e, cache, self)
-        self._renewal.learn(copies)
+        if self.renewal is None or not self.renewal.is_of(e, cache._c):
+            self.renewal = Renewal(mark, e, cache, self)
+        self.renewal.learn(copies)
 
     def keep_return(self, mark: object, e: Any, cache: Cache, copies: list[Copies]) -> None:
-        """For `returned`, as keep_renewal."""
+        """For the next `rollback`, as keep_renewal."""
         if not self.is_as_made():
-            self._return = None
+            self.way_back = None
             return
-        if self._return is None or not self._return.is_of(e, cache._c):
-            self._return = Return(mark, e, cache, self)
-        self._return.learn(cache, copies)
+        if self.way_back is None or not self.way_back.is_of(e, cache._c):
+            self.way_back = Return(mark, e, cache, self)
+        if not self.way_back.learn(cache, copies):
+            self.way_back = None
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +186,7 @@ class CacheSnapshot(Closing):
         self._unlink()
         close_slices(self._buffers)
         self._buffers, self.conv, self.ssm = [], [None] * len(self.conv), [None] * len(self.ssm)
-        self._made = self._renewal = self._return = None
+        self._made = self.renewal = self.way_back = None
         self.copies.clear()
 
     def allocate(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int, e: Any) -> list[Action]:

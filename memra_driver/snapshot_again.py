@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import array
 import ctypes
+import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memra_driver.graph import open_captures
@@ -17,6 +19,7 @@ from memra_driver.layout import (
     CacheC,
     CacheState,
     Invalid,
+    KvLayerC,
     RecurLayerC,
     SnapshotC,
     ready_stand,
@@ -46,6 +49,16 @@ def _of_layers(structs: Any, word: int) -> memoryview:
     return words(structs)[0][word :: ctypes.sizeof(structs._type_) // 8]
 
 
+def _reader(layers: list[int]) -> Callable[[memoryview], tuple[int, ...]]:
+    """Reads len of these layers out of the bytes of all."""
+    text, at = "=", 0
+    for il in layers:
+        begin = il * ctypes.sizeof(KvLayerC) + KvLayerC.len.offset
+        text += f"{begin - at}xq"
+        at = begin + KvLayerC.len.size
+    return struct.Struct(text).unpack_from
+
+
 def _runs(layers: list[int]) -> list[slice]:
     """The layers as slices: as few as take each as many as are equally far apart."""
     runs, at = [], 0
@@ -69,10 +82,12 @@ class _Known:
         self._devices = [(each.stream, each.context) for each in cache.devices if hasattr(each, "context")]
         owners = [*cache._owners, *snap._buffers]
         self._watch = OpenWatch(owners) if len(self._devices) == len(cache.devices) else None
-        # What is read of all layers at once: strided views. Lengths and where they are saved, in runs of layers.
+        # What is read of all layers at once: the lengths; and strided views of these and of where they are saved, in
+        # runs of layers, and of the states.
+        attending = [il for il, layer in enumerate(cache.kv) if layer is not None]
+        self._kv, self._n_kv, self._read_lens = memoryview(cache._kv_c).cast("B"), len(attending), _reader(attending)
         lens, saved = _of_layers(cache._kv_c, LEN_WORD), words(snap._lens_c)[0]
-        runs = _runs([il for il, layer in enumerate(cache.kv) if layer is not None])
-        self._lens = [(lens[run], saved[run]) for run in runs]
+        self._lens = [(lens[run], saved[run]) for run in _runs(attending)]
         self._states = [
             _of_layers(cache._recur_c, field.offset // 8) for field in (RecurLayerC.conv_state, RecurLayerC.ssm_state)
         ]
@@ -99,8 +114,9 @@ class _Known:
 
     def _served(self) -> Any:
         """What served when the states lay as they lie now; None: nothing is known."""
-        for frozen, served in self._arranged:
+        for at, (frozen, served) in enumerate(self._arranged):
             if self._states == frozen:
+                self._arranged.insert(0, self._arranged.pop(at))  # where the next call looks first
                 return served
         return None
 
@@ -122,15 +138,19 @@ class Renewal(_Known):
             return False
         if self._mark is not CHANGED[0] and not self._is_open():
             return False
-        pos, most = self._c[POS_WORD], self._max_ctx
-        if self._stand != self._idle or not 0 <= pos <= most:
+        c, kept = self._c, self._snap
+        pos, most, each = c[POS_WORD], self._max_ctx, self._read_lens(self._kv)
+        if self._stand != self._idle or not 0 <= pos <= most or not 0 <= kept[_SNAP_POS] <= most:
             return False
-        for lens, _ in self._lens:
-            each = lens.tolist()
-            if each.count(pos) != len(each) and (min(each) < 0 or max(each) > most):
+        level: int | None = pos
+        if each.count(pos) != self._n_kv:
+            level = None
+            if min(each) < 0 or max(each) > most:
                 return False
-        kept, c, actions = self._snap, self._c, self._served()
-        if actions is None or not 0 <= kept[_SNAP_POS] <= most or not (snap.has_its_planes() and snap.is_as_stamped()):
+        frozen, actions = self._arranged[0]
+        if self._states != frozen:
+            actions = self._served()
+        if actions is None or not snap.is_whole():
             return False
         self._snap32[_INVALID] = _HALF_WAY
         for action in actions:
@@ -138,7 +158,7 @@ class Renewal(_Known):
         for lens, saved in self._lens:
             saved[:] = lens
         kept[_SNAP_POS], kept[_SNAP_GENERATION] = pos, c[_GENERATION]
-        snap.stamped()
+        snap.stamped(level)
         return True
 
 
@@ -150,19 +170,20 @@ class Return(_Known):
         self._snap_at = ctypes.addressof(snap._c)
         self._launches: list[Launch] = []  # of all arrangements
 
-    def learn(self, cache: Cache, copies: list[Copies]) -> None:
-        """The copies, by device, that serve where the states lie now, if they are one launch each."""
+    def learn(self, cache: Cache, copies: list[Copies]) -> bool:
+        """The copies, by device, that serve where the states lie now, if they are one launch each; else False."""
         launches: list[Launch] = []
         for d, each in enumerate(copies):
             n, packed = len(cache._counter_layers[d]), cache._planes.get(("counters", None, d))
             ready = each.are_few and packed is not None and n < COUNTERS_PER_LAUNCH
             if not ready or not getattr(each.e, "prepares", False):
-                return
+                return False
             args = restore_arguments(each, packed, 0, 0, (1 << n) - 1, 1 << n, cache._planes["health", None, d])
             launches.append(each.e.prepare("restore", args))
             launches[-1].read_from("b", self._snap_c, SnapshotC.pos)
         self._launches += launches
         self._learn(([launch.again for launch in launches], [launch.field("a") for launch in launches]))
+        return True
 
     def _is_open(self) -> bool:
         mark = CHANGED[0]
@@ -177,35 +198,32 @@ class Return(_Known):
         c, stand, kept, at = self._c, self._stand, self._snap, self._snap[_SNAP_POS]
         if stand[_STATE] or stand[_ROUND] or self._snap32[_INVALID] or kept[_SNAP_GENERATION] != c[_GENERATION]:
             return False
-        end = min(max(c[POS_WORD] + stand[_STEP], c[_REPLAY]), self._max_ctx)
-        if at < 0 or not 0 <= accept <= end - at or not (snap.has_its_planes() and snap.is_as_stamped()):
+        end, step = self._max_ctx, stand[_STEP]
+        if c[POS_WORD] + step < end:
+            end = max(c[POS_WORD] + step, min(end, c[_REPLAY]))
+        length = snap.level
+        frozen, served = self._arranged[0]
+        if self._states != frozen:
+            served = self._served()
+        if served is None or length is None or at < 0 or not 0 <= accept <= end - at or not snap.is_whole():
             return False
-        length = self._length(accept)
-        served = self._served()
-        if length is None or served is None:
-            return False
+        if accept:
+            now = self._read_lens(self._kv) or (length,)
+            if now.count(now[0]) != len(now):
+                return False
+            length = min(max(now[0], length), length + accept)
         calls, lengths = served
         for each in lengths:
             each.value = length
         run_actions(calls, cache.taint)
         for lens, saved in self._lens:
             lens[:] = memoryview(array.array("q", [length] * len(lens))) if accept else saved
-        for step_ops in cache._step_ops:
-            step_ops.fill(0)
+        if step:  # else no layer has run anything
+            for step_ops in cache._step_ops:
+                step_ops.fill(0)
         stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, at + accept if accept else 0
         if accept:
             self._cache_c.state = CacheState.PENDING_REPLAY
         if c[_LOGITS] > at + accept or c[_SNAPSHOTS] != self._snap_at or kept[_NEXT]:
             cache.give_up(at + accept)
         return True
-
-    def _length(self, accept: int) -> int | None:
-        """Where all layers stand afterwards; None where they differ."""
-        saved = [length for _, kept in self._lens for length in kept.tolist()]
-        stood = saved[0] if saved else 0
-        if saved.count(stood) != len(saved) or not 0 <= stood <= self._max_ctx:
-            return None
-        if not accept or not saved:
-            return stood
-        now = [length for lens, _ in self._lens for length in lens.tolist()]
-        return min(max(now[0], stood), stood + accept) if now.count(now[0]) == len(now) else None
