@@ -111,6 +111,12 @@ MEMRA_API int memra_copy_table(memra_device *device, const memra_copy *entries, 
 MEMRA_API int memra_upload(memra_device *device, uint64_t dst, const void *src, uint64_t n_bytes);
 MEMRA_API int memra_download(memra_device *device, void *dst, uint64_t src, uint64_t n_bytes);  /* waits */
 MEMRA_API int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total);
+/* From now on up to n_bytes of freed memory stay with the process, where the driver would take back all that is free
+ * whenever somebody waits: a server that opens and closes sessions keeps what one of them needs. It counts for the
+ * device's default memory pool, for every user of it, until it is called again; 0 is how the process began. */
+MEMRA_API int memra_keep_memory(memra_device *device, uint64_t n_bytes);
+/* Waits for the stream, and gives unused memory of the pool back. */
+MEMRA_API int memra_trim(memra_device *device);
 
 /* ---- A model, and what a cache for it needs ---- */
 

@@ -85,6 +85,8 @@ typedef struct CUkern_st *CUkernel;
     F(cuMemcpyDtoHAsync, 3020, (void *dst, uint64_t src, size_t n_bytes, CUstream stream))                           \
     F(cuDeviceGetDefaultMemPool, 11020, (void **pool, CUdevice device))                                              \
     F(cuMemPoolGetAttribute, 11020, (void *pool, int attribute, void *value))                                        \
+    F(cuMemPoolSetAttribute, 11020, (void *pool, int attribute, void *value))                                        \
+    F(cuMemPoolTrimTo, 11020, (void *pool, size_t keep))                                                             \
     F(cuLibraryLoadData, 12000,                                                                                      \
       (CUlibrary * library, const void *code, int *jit_options, void **jit_values, unsigned n_jit, int *options,     \
        void **values, unsigned n))                                                                                   \

@@ -8,7 +8,7 @@
 #include <stdio.h>
 
 enum {
-    RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7, /* CUmemPool_attribute */
+    RELEASE_THRESHOLD = 4, RESERVED_MEM_CURRENT = 5, USED_MEM_CURRENT = 7, /* CUmemPool_attribute */
     DISABLE_TIMING = 2 /* CU_EVENT_DISABLE_TIMING */
 };
 
@@ -150,6 +150,24 @@ int memra_memory_info(memra_device *device, uint64_t *available, uint64_t *total
     const char *failed;
     const CUresult code = room_on(device, available, total, &failed);
     return memra_cuda_status(failed, code);
+}
+
+int memra_keep_memory(memra_device *device, uint64_t n_bytes) {
+    void *pool = NULL;
+    MEMRA_TRY(memra_device_enter(device));
+    if (n_bytes > INT64_MAX)
+        return memra_fail(MEMRA_ERR_CONFIG, "memra_keep_memory: %llu bytes", (unsigned long long)n_bytes);
+    if (!device->has_pools) return MEMRA_OK;
+    MEMRA_TRY(MEMRA_CU(cuDeviceGetDefaultMemPool, (&pool, device->device)));
+    return MEMRA_CU(cuMemPoolSetAttribute, (pool, RELEASE_THRESHOLD, &n_bytes));
+}
+
+int memra_trim(memra_device *device) {
+    void *pool = NULL;
+    MEMRA_TRY(memra_device_synchronize(device));
+    if (!device->has_pools) return MEMRA_OK;
+    MEMRA_TRY(MEMRA_CU(cuDeviceGetDefaultMemPool, (&pool, device->device)));
+    return MEMRA_CU(cuMemPoolTrimTo, (pool, 0));
 }
 
 /* ---- The copy table ---- */

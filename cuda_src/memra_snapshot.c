@@ -79,18 +79,18 @@ static int allocate_all(own *made, memra_cache *cache) {
     return MEMRA_OK;
 }
 
-/* Rings and states of device d from the cache into the snapshot, or back; returns how many. */
+/* Rings, then states, as an arena has them: those of device d from the cache into the snapshot, or back; how many. */
 static int32_t copies_of(
     const memra_cache *cache, const memra_snapshot *snap, bool back, int32_t d, memra_copy *entries) {
     int32_t n = 0;
-    for (int64_t il = 0; il < cache->n_layer; il++) {
-        const memra_recur_layer *layer = &cache->recur[il];
-        if (!layer->present || layer->device_index != d) continue;
-        entries[n++] = (memra_copy){snap->conv[il].ptr, layer->conv_state.ptr, 4 * (uint64_t)layer->conv_state.len};
-        entries[n++] = (memra_copy){snap->ssm[il].ptr, layer->ssm_state.ptr, 4 * (uint64_t)layer->ssm_state.len};
-    }
-    for (int32_t i = 0; back && i < n; i++)
-        entries[i] = (memra_copy){entries[i].src, entries[i].dst, entries[i].bytes};
+    for (int states = 0; states < 2; states++)
+        for (int64_t il = 0; il < cache->n_layer; il++) {
+            const memra_recur_layer *layer = &cache->recur[il];
+            if (!layer->present || layer->device_index != d) continue;
+            const memra_slice *live = states ? &layer->ssm_state : &layer->conv_state;
+            const uint64_t kept = (states ? snap->ssm : snap->conv)[il].ptr, n_bytes = 4 * (uint64_t)live->len;
+            entries[n++] = back ? (memra_copy){live->ptr, kept, n_bytes} : (memra_copy){kept, live->ptr, n_bytes};
+        }
     return n;
 }
 

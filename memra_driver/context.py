@@ -220,6 +220,18 @@ class CudaContext(Closing):
             driver.mem_pool_get_attribute("USED_MEM_CURRENT", pool),
         )
 
+    def keep_memory(self, nbytes: int) -> None:
+        """Up to so many unused bytes stay in the device's default memory pool, for every user of it in the process."""
+        self.bind()
+        if self.pools:
+            driver.mem_pool_set_release_threshold(driver.device_get_default_mem_pool(self._device), nbytes)
+
+    def trim(self) -> None:
+        """Gives back what that pool holds unused."""
+        self.bind()
+        if self.pools:
+            driver.mem_pool_trim_to(driver.device_get_default_mem_pool(self._device), 0)
+
     def available(self) -> tuple[int, int]:
         """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
         free, total = self.memory_info()

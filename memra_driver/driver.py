@@ -293,6 +293,17 @@ def mem_pool_get_attribute(name: str, pool: int) -> int:
     return int(_call("cuMemPoolGetAttribute", pool, attribute, shown=name))
 
 
+def mem_pool_set_release_threshold(pool: int, nbytes: int) -> None:
+    """What a pool keeps unused when somebody waits for the device; 0 at first, so that nothing is kept."""
+    attribute = _cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    _call("cuMemPoolSetAttribute", pool, attribute, _cu.cuuint64_t(nbytes), shown=f"RELEASE_THRESHOLD, {nbytes}")
+
+
+def mem_pool_trim_to(pool: int, nbytes: int) -> None:
+    """Gives back what the pool holds unused above `nbytes`."""
+    _call("cuMemPoolTrimTo", pool, nbytes, shown=nbytes)
+
+
 def pointer_get_attribute(name: str, ptr: int) -> int:
     """`name` is what follows CU_POINTER_ATTRIBUTE_ of a 32-bit number, as in "DEVICE_ORDINAL" or "MEMORY_TYPE".
 
@@ -332,11 +343,11 @@ def copier(
     Each call asks first whether ctx_id is what `ctx_get_id` says still; where it is not, or that fails, `refuse` comes
     before the copy and may raise.
     """
-    arguments = _cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)
+    arguments, context = (_cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)), _cu.CUcontext(ctx)
 
     def copy() -> None:
         try:
-            found = ctx_id is not None and _cu.cuCtxGetId(ctx)
+            found = ctx_id is not None and _cu.cuCtxGetId(context)
             if not found or found[0] or found[1] != ctx_id:
                 refuse()
             status = _cu.cuMemcpyDtoDAsync(*arguments)[0]

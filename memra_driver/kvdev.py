@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -280,6 +281,24 @@ class CudaDev(_SliceDev):
     def mem_info(self) -> tuple[int, int]:
         """(available, total) bytes: what the driver calls free, and what the memory pool holds unused."""
         return self.context.available()
+
+    def keep_memory(self, n_bytes: int) -> None:
+        """Of the memory that is freed from now on up to n_bytes stay with the process, for its next allocations.
+
+        The driver takes back all that is free whenever somebody waits, and to map it anew takes most of the birth of a
+        cache; a server that opens and closes sessions keeps what one of them needs. It counts for the device's default
+        memory pool, so for every CudaDev and every other library that allocates there (what torch allocates by itself
+        is elsewhere), until it is called again; 0 is how the process began. `trim` gives back what is kept.
+        """
+        n_bytes = operator.index(n_bytes)
+        if not 0 <= n_bytes < 2**63:
+            raise ConfigError(f"keep_memory({n_bytes}): it is a number of bytes, 0 for none")
+        self.context.keep_memory(n_bytes)
+
+    def trim(self) -> None:
+        """Waits for the stream, and gives unused memory of the pool back, for whoever else needs it."""
+        self.synchronize()
+        self.context.trim()
 
     def _held(self) -> tuple[int, int]:
         return self.context.live_count, self.context.live_bytes

@@ -142,12 +142,10 @@ class CacheSnapshot(Closing):
 
     def is_whole(self) -> bool:
         """Whether conv and ssm are the planes that it was born with, and kv_len is what `stamp` wrote."""
-        made = self._made
+        if self._seen == self._stamps[0] >> 32 or self._lens.tobytes() != self._stamped:
+            return False
         try:
-            return (
-                made is not None and self.conv == made[0] and self.ssm == made[1]
-                and self._seen != self._stamps[0] >> 32 and self._lens.tobytes() == self._stamped
-            )  # fmt: skip
+            return (self.conv, self.ssm) == self._made
         except Exception:  # as in is_as_made
             return False
 

@@ -126,7 +126,10 @@ class Renewal(_Known):
 
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
-        self._idle = ready_stand(0, 0)
+        self._parts = (  # what a call looks at, in one look
+            e, cache._c, self._c, self._snap, self._stand, ready_stand(0, 0), cache.max_ctx, self._read_lens, self._kv,
+            self._n_kv,
+        )  # fmt: skip
 
     def learn(self, copies: list[Copies]) -> None:
         """The copies, by device, that serve where the states lie now."""
@@ -134,16 +137,14 @@ class Renewal(_Known):
 
     def again(self, e: Any, cache_c: CacheC, snap: CacheSnapshot) -> bool:
         """Copies and stamps as before; False, and nothing done, where that may be wrong."""
-        if e is not self._e or cache_c is not self._cache_c:
+        own_e, own_c, c, kept, stand, idle, most, read, kv, n_kv = self._parts
+        if e is not own_e or cache_c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
-        if self._mark is not CHANGED[0] and not self._is_open():
-            return False
-        c, kept = self._c, self._snap
-        pos, most, each = c[POS_WORD], self._max_ctx, self._read_lens(self._kv)
-        if self._stand != self._idle or not 0 <= pos <= most or not 0 <= kept[_SNAP_POS] <= most:
+        pos, each = c[POS_WORD], read(kv)
+        if stand != idle or not 0 <= pos <= most or not 0 <= kept[_SNAP_POS] <= most:
             return False
         level: int | None = pos
-        if each.count(pos) != self._n_kv:
+        if each.count(pos) != n_kv:
             level = None
             if min(each) < 0 or max(each) > most:
                 return False

@@ -12,7 +12,7 @@ from standin import StandIn
 
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig, SsmConfig
-from memra_driver.errors import DriverOutOfMemory, OutOfMemory
+from memra_driver.errors import ConfigError, DriverOutOfMemory, OutOfMemory
 from memra_driver.kvdev import HostDev
 from memra_driver.plan import CacheOptions, CachePlan
 
@@ -162,6 +162,33 @@ def test_bytes_that_the_pool_keeps_for_reuse_count_as_free(
     pool["USED_MEM_CURRENT"] += 1
     with pytest.raises(OutOfMemory, match=f"{need - 1} free"):
         Cache.new(e, tiny(), 64, policy=POLICY)
+
+
+THRESHOLD = 4  # of CUmemPool_attribute
+
+
+def test_memory_is_kept_when_asked_for_and_given_back(make_dev: MakeDev, standin: StandIn) -> None:
+    from memra_driver import driver
+
+    e = make_dev("cuda")
+    pool = driver.device_get_default_mem_pool(0)
+    for n_bytes in (1 << 33, 0):
+        standin.clear_trace()
+        e.keep_memory(n_bytes)
+        assert [(call.name, call.src) for call in standin.trace()] == [("cuMemPoolSetAttribute", THRESHOLD)]
+        assert driver.mem_pool_get_attribute("RELEASE_THRESHOLD", pool) == n_bytes
+    standin.clear_trace()
+    e.trim()
+    assert [(call.name, call.bytes) for call in standin.trace()] == [("cuStreamSynchronize", 0), ("cuMemPoolTrimTo", 0)]
+    for wrong in (-1, 2**63):
+        with pytest.raises(ConfigError, match="0 for none"):
+            e.keep_memory(wrong)
+    standin.set_attribute(0, 115, 0)  # no memory pools
+    old = make_dev("cuda")
+    standin.clear_trace()
+    old.keep_memory(1)
+    old.trim()
+    assert [call.name for call in standin.trace()] == ["cuStreamSynchronize"]
 
 
 def test_a_host_without_the_memory_refuses_too(make_dev: MakeDev, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from standin import StandIn
 
-from memra_driver import capi
+from memra_driver import capi, driver
 from memra_driver.capi.device import LibraryDevice
 from memra_driver.device import CudaContext
 from memra_driver.errors import (
@@ -120,6 +120,19 @@ def test_free_memory_is_what_the_driver_and_the_pool_have(c_device: LibraryDevic
     c_device.call("memra_memory_info", ctypes.byref(available), ctypes.byref(total))
     assert total.value - available.value == TABLE_BYTES + 1000
     c_device.call("memra_free", kept)
+
+
+def test_memory_is_kept_when_asked_for_and_given_back(c_device: LibraryDevice, standin: StandIn) -> None:
+    standin.clear_trace()
+    c_device.call("memra_keep_memory", 1 << 33)
+    c_device.call("memra_trim")
+    found = [(call.name, call.src, call.bytes) for call in standin.trace()]
+    assert found == [("cuMemPoolSetAttribute", 4, 0), ("cuStreamSynchronize", 0, 0), ("cuMemPoolTrimTo", 0, 0)]
+    pool = driver.device_get_default_mem_pool(0)
+    assert driver.mem_pool_get_attribute("RELEASE_THRESHOLD", pool) == 1 << 33
+    with pytest.raises(ConfigError, match="memra_keep_memory"):
+        c_device.call("memra_keep_memory", 2**64 - 1)
+    c_device.call("memra_keep_memory", 0)
 
 
 def test_nothing_is_allocated_moved_from_or_to_the_host_or_waited_for_in_a_capture(

@@ -23,7 +23,7 @@ CALLS = 6  # snapshots, or rounds, between two events
 def snapshots(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """snapshot_into and rollback at both parities of the trunk, rounds and their commits, the birth of a cache."""
     e, cfg = bench.e, sizes.cfg
-    yield _births(bench, sizes, cfg)
+    yield from _births(bench, sizes, cfg)
     options = CacheOptions(skip_mtp_state=True)
     count = min(CALLS, bench.sets(2 * state_bytes(cfg, options), least=2))
     caches = [Cache.new(e, cfg, 64, policy=FormatPolicy(), options=options) for _ in range(count)]
@@ -70,13 +70,18 @@ def state_bytes(cfg: ModelConfig, options: CacheOptions) -> int:
     return end - begin
 
 
-def _births(bench: Bench, sizes: Sizes, cfg: ModelConfig) -> Row:
-    made: list[Cache] = []
-    seconds = bench.host_seconds(
-        lambda: made.append(Cache.new(bench.e, cfg, sizes.new_tokens, policy=FormatPolicy())), 1,
-        after=lambda: made.pop().close(),
-    )  # fmt: skip
-    return Row("snapshot", f"Cache.new at {sizes.new_tokens}", host_seconds=seconds)
+def _births(bench: Bench, sizes: Sizes, cfg: ModelConfig) -> Iterator[Row]:
+    """A birth while the driver takes freed memory back at each wait, and while the process keeps it."""
+    e, made, name = bench.e, [], f"Cache.new at {sizes.new_tokens}"
+    for kept, title in ((0, name), (1 << 40, f"{name}, memory kept")):
+        e.keep_memory(kept)
+        seconds = bench.host_seconds(
+            lambda: made.append(Cache.new(e, cfg, sizes.new_tokens, policy=FormatPolicy())), 1,
+            after=lambda: made.pop().close(),
+        )  # fmt: skip
+        yield Row("snapshot", title, host_seconds=seconds)
+    e.keep_memory(0)
+    e.trim()
 
 
 def _rounds(bench: Bench, sizes: Sizes, cfg: ModelConfig) -> Iterator[Row]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memra_driver import driver, nvrtc
 from memra_driver.capi.layout import DeviceOptionsC
-from memra_driver.capi.library import Library, launch_function, load
+from memra_driver.capi.library import Library, launch_function, load, whole
 from memra_driver.device import LEGACY_STREAM, CudaContext, CudaStream
 from memra_driver.errors import AbiError, ArrayError, ConfigError, MemraError, StateError, UnsupportedError
 from memra_driver.kernels import ATTEND_ENTRIES, KERNELS, AttendGeometry, attend_kernel
@@ -243,6 +243,14 @@ class CDev(CudaDev):
         available, total = ctypes.c_uint64(), ctypes.c_uint64()
         self.c.call("memra_memory_info", ctypes.byref(available), ctypes.byref(total))
         return available.value, total.value
+
+    def keep_memory(self, n_bytes: int) -> None:
+        """As CudaDev.keep_memory."""
+        self.c.call("memra_keep_memory", whole(n_bytes))
+
+    def trim(self) -> None:
+        """As CudaDev.trim."""
+        self.c.call("memra_trim")
 
     def close(self) -> None:
         """Waits and gives back what is this device's own; may be called twice. Close the caches first."""

@@ -105,7 +105,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "memra_copy_table": (_P, _P, _I),
     "memra_upload": (_P, _A, _P, c_uint64),
     "memra_download": (_P, _P, _A, c_uint64),
-    "memra_memory_info": (_P, _P, _P),
+    "memra_memory_info": (_P, _P, _P), "memra_keep_memory": (_P, c_uint64), "memra_trim": (_P,),
     "memra_policy_from_env": (_P,),
     "memra_plan_new": (_P, _L, _P, _P, _P, _I, _P, _P),
     "memra_cache_new": (_P, _L, _P, _P, _P, _P, _I, _P),
