@@ -177,6 +177,7 @@ class Cache(CacheClock):
         self._check_recorder("close")
         self._c.state = CacheState.CLOSED
         self.prepared.clear()
+        self._known_advance = None
         if self.open_round is not None:
             self.open_round.over()
         drop_snapshots(self._c)

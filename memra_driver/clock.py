@@ -19,7 +19,7 @@ from memra_driver.place import (
     run_actions,
     signed_word,
 )
-from memra_driver.prepared import enqueue
+from memra_driver.prepared import Advance, enqueue
 from memra_driver.snapshot import CacheSnapshot, snapshots_of
 
 if TYPE_CHECKING:
@@ -31,16 +31,24 @@ class CacheClock(CacheBeside):
     """How a cache moves, and how host and device agree on where it stands; `Cache` builds on it."""
 
     _counter_layers: list[list[int]]
+    _known_advance: Advance | None = None
     _snapshots: weakref.WeakSet[CacheSnapshot]
 
     def advance(self, e: Any, n: int = 1) -> None:
         """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
-        n = operator.index(n)
+        if type(n) is not int:
+            n = operator.index(n)
+        known = self._known_advance
+        if known is not None and known.again(e, self, n):
+            return
         self.check_device(e)
         self.check_advance(n)
         if n:
             run_actions(self.commit_actions(None, n, n, {}, self.pos + n), self.taint)
             self.advanced(n)
+            prepares = not self.device_clock and all(getattr(each, "prepares", False) for each in self.devices)
+            if prepares and (known is None or not known.watch.is_open()):
+                self._known_advance = Advance(e, cast("Cache", self))
 
     def check_advance(self, n: int) -> None:
         """What advance refuses."""

@@ -30,7 +30,7 @@ from memra_driver.layout import (
     words,
 )  # fmt: skip
 from memra_driver.memory import CHANGED, Borrowed, CudaSlice, CudaView, OpenWatch
-from memra_driver.place import Action
+from memra_driver.place import Action, run_actions
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -296,6 +296,46 @@ def _recurring(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int)
         except BaseException:
             owner.taint()
             raise
+        return True
+
+    return again
+
+
+class Advance:
+    """An `advance` that ends a step of a cache that is ready, in no round and in no capture. It holds no cache.
+
+    again(e, cache, n) does it once more; False, and nothing done, where that may be wrong.
+    """
+
+    __slots__ = ("again", "watch")
+
+    def __init__(self, e: Any, cache: Cache) -> None:
+        launches: list[Launch] = []
+        for d, device in enumerate(cache.devices):
+            args = cache.planes["pos_d", None, d], 0, 0, 0, 0, 1, 0, cache.planes["health", None, d], 0
+            launches.append(device.prepare("set_counters", args))
+        self.watch = _Watch(launches, None)
+        self.again = _advancing(e, self.watch, cache)
+
+
+def _advancing(e: Any, watch: _Watch, cache: Cache) -> Callable[[Any, Any, int], bool]:
+    clock, _ = words(cache._c)
+    stand, max_ctx, step_ops = stand_of(cache._c), cache.max_ctx, cache._step_ops
+    calls, positions = [each.again for each in watch.launches], [each.field("b") for each in watch.launches]
+
+    def again(given: Any, owner: Any, n: int) -> bool:
+        if given is not e or (watch.mark is not CHANGED[0] and not watch.is_open()):
+            return False
+        state, step_rows, round_width = stand
+        end = clock[POS_WORD] + n
+        if state or round_width or step_rows != n or n < 1 or not n <= end <= max_ctx:
+            return False
+        for each in positions:
+            each.value = end
+        run_actions(calls, owner.taint)
+        for ran in step_ops:
+            ran.fill(0)
+        stand[1], clock[POS_WORD] = 0, end
         return True
 
     return again

@@ -492,6 +492,66 @@ def test_a_known_call_is_one_launch_and_nothing_else(cuda: Any, standin: StandIn
         assert _asked(standin, append) == ["cuLaunchKernel"]
 
 
+def test_the_end_of_a_step_is_one_launch_and_nothing_else(cuda: Any, standin: StandIn) -> None:
+    with new(cuda) as cache:
+        for rows in (1, 1, 3):
+            Feed(cache).step(rows, advance=False)
+            cuda.zeros(8).close()  # something ended, but nothing of this call
+            calls = _asked(standin, lambda rows=rows: cache.advance(cuda, rows))
+            assert (calls == ["cuLaunchKernel"]) == (cache.pos > 1)
+            layer = cache.kv[ATTENTION]
+            assert layer is not None
+            assert (cache.step_rows, layer.step_ops, cache.pos_d(0).to_numpy()[0]) == (0, 0, cache.pos)
+
+
+@pytest.mark.misuse
+@pytest.mark.parametrize("rows", [2, 1, 0, -1])
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_an_advance_that_came_through_before_is_refused_or_done_like_the_first(
+    cuda: Any, spoil: Callable[[Engine], None], rows: int
+) -> None:
+    found = []
+    for knows in (False, True):
+        cache = new(cuda)
+        engine = Engine(cache, 2)
+        for _ in range(2):
+            engine.run()
+            cache.advance(cuda, 2)
+        engine.run()
+        spoil_known = cache._known_advance
+        words(lambda engine=engine: spoil(engine))
+        cache._known_advance = spoil_known if knows else None
+        said = words(lambda cache=cache: cache.advance(cuda, rows))
+        c = cache._c
+        found.append((said, c.state, c.pos, c.step_rows, c.replay_to, [each.step_ops for each in cache.kv if each]))
+        cache.set_recorder(Recorder.NONE)
+        cache.close()
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_an_advance_that_fails_moves_nothing_and_an_interrupt_taints(
+    cuda: Any, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with new(cuda) as cache:
+        for _ in range(2):
+            Feed(cache).step(1)
+        Feed(cache).step(1, advance=False)
+        before = image(cache)
+        standin.fail("cuLaunchKernel", 1, 719)
+        with pytest.raises(DriverError):
+            cache.advance(cuda)
+        assert image(cache) == before
+        with monkeypatch.context() as patch:
+            patch.setattr("cuda.bindings.driver.cuLaunchKernel", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cache.advance(cuda)
+        assert cache.state is CacheState.TAINTED
+
+
 @pytest.mark.parametrize("stream", [None, 1])  # 1: the legacy stream, which is that of the current context
 def test_a_known_call_finds_its_context_whatever_is_current(make_dev: MakeDev, stream: int | None) -> None:
     e = make_dev("cuda", stream=stream)
