@@ -38,16 +38,15 @@ class CacheClock(CacheBeside):
         """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""
         if type(n) is not int:
             n = operator.index(n)
-        known = self._known_advance
-        if known is not None and known.again(e, self, n):
+        if self._known_advance is not None and self._known_advance.again(e, self, n):
             return
         self.check_device(e)
         self.check_advance(n)
         if n:
+            ends = bool(self.step_rows) and not self.device_clock
             run_actions(self.commit_actions(None, n, n, {}, self.pos + n), self.taint)
             self.advanced(n)
-            prepares = not self.device_clock and all(getattr(each, "prepares", False) for each in self.devices)
-            if prepares and (known is None or not known.watch.is_open()):
+            if ends and all(getattr(each, "prepares", False) for each in self.devices):
                 self._known_advance = Advance(e, cast("Cache", self))
 
     def check_advance(self, n: int) -> None:

@@ -71,7 +71,7 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
     """Arguments of a kernel, no two alike but by chance; sizes are small enough for a grid."""
     small = {
         "rows": (1, 70), "n_seqs": (1, 9), "conv_dim": (1, 5000), "num_v": (1, 64), "n": (1, 300), "columns": (1, 9000),
-        "n_layers": (1, 60),
+        "n_layers": (1, 60), "bytes": (0, 1 << 30), "bytes2": (0, 1 << 30),
         "kv_dim_k": (1, 4096), "kv_dim_v": (1, 4096), "n_head": (1, 64), "head_dim_v": (32, 512),
     }  # fmt: skip
     args: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
 def test_no_blocks_are_no_launch(e: Any, standin: StandIn) -> None:
     e.kernels.load_all()
     standin.clear_trace()
-    for name in set(KERNELS) - set(ATTEND_ENTRIES) - {"set_counters", "commit_counters"}:
+    for name in set(KERNELS) - set(ATTEND_ENTRIES) - {"set_counters", "restore", "commit_counters"}:
         args = {parameter: None if kind.endswith("*") else 0 for kind, parameter in KERNELS[name].params}
         if name.startswith("recur_step"):
             size = int(name.rpartition("_")[2])
@@ -188,6 +188,8 @@ def changed(name: str, **values: Any) -> list[Any]:
         ("gdn_prep", {"rows": 2**31 - 1, "num_v": 2**31 - 1, "n_seqs": 2**31 - 1}, CapacityError),
         ("copy_many", {"n": 2**31 - 1}, CapacityError),
         ("copy_many", {"n": -1}, ConfigError),
+        ("restore", {"bytes2": -1}, ConfigError),
+        ("restore", {"bytes": 2**62}, CapacityError),
         ("attend_64", {"rows": -1}, ConfigError),
         ("attend_64", {"rows": 2**31 - 1, "n_seqs": 2**31 - 1}, CapacityError),
         ("attend_64", {"n_head_kv": 0}, UnsupportedError),

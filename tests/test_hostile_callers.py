@@ -63,7 +63,7 @@ def test_a_rollback_that_is_interrupted_taints(host: Any, monkeypatch: pytest.Mo
         snap = cache.snapshot(host)
         Feed(cache).step(2)
         with monkeypatch.context() as patch:
-            patch.setattr(type(host), "copy_bytes", interrupt)
+            patch.setattr(type(host), "launch", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 cache.rollback(host, snap, 0)
         assert cache.state is CacheState.TAINTED

@@ -55,6 +55,7 @@ def _advance(bench: Bench, work: Workload) -> float:
     def turn() -> None:
         for _ in range(CALLS):
             cache.pos = 0
+            cache.as_c().contents.step_rows = 1  # as behind the operations of a step
             cache.advance(work.e, 1)
 
     return bench.host_seconds(turn, CALLS)
