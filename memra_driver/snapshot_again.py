@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from memra_driver.errors import MemraError
 from memra_driver.graph import open_captures
 from memra_driver.layout import (
     LEN_WORD,
@@ -216,7 +217,16 @@ class Return(_Known):
         calls, lengths = served
         for each in lengths:
             each.value = length
-        run_actions(calls, cache.taint)
+        if len(calls) > 1:
+            run_actions(calls, cache.taint)
+        else:
+            try:
+                calls[0]()
+            except MemraError:  # the driver took nothing
+                raise
+            except BaseException:
+                cache.taint()
+                raise
         for lens, saved in self._lens:
             lens[:] = memoryview(array.array("q", [length] * len(lens))) if accept else saved
         if step:  # else no layer has run anything
