@@ -95,12 +95,12 @@ static int restore_device(
     const int64_t high = next < 0 ? low : next;
     const bool is_two = n_counters <= COUNTERS_PER_LAUNCH && next_value(counters, n_counters, high) < 0;
     n = memra_merge_copies(at->has_arena, entries, n);
-    if (!is_two || !at->counters.len || n < 1 || n > 2) {
+    if (!is_two || !at->counters.len || n > 2) {
         MEMRA_TRY(memra_copy_planes(device, at->has_arena, entries, n, done));
         return stamp_device(cache, d, lens, pos, counters, done);
     }
     const two_values v = which_of(counters, n_counters, low, high);
-    const memra_copy none = {0, 0, 0}, *first = &entries[0], *second = n > 1 ? &entries[1] : &none;
+    const memra_copy none = {0, 0, 0}, *first = n > 0 ? &entries[0] : &none, *second = n > 1 ? &entries[1] : &none;
     MEMRA_TRY(memra_launch_restore(
         device, first->src, first->dst, (int64_t)first->bytes, second->src, second->dst, (int64_t)second->bytes,
         at->counters.ptr, TWO_VALUES(v), at->health.ptr, 0));

@@ -165,8 +165,8 @@ class Copies(NamedTuple):
 
     @property
     def are_few(self) -> bool:
-        """Whether they are plain copies, one or two."""
-        return self.ranges is not None and 1 <= len(self.ranges) <= 2
+        """Whether they are plain copies, at most two."""
+        return self.ranges is not None and len(self.ranges) <= 2
 
     def again(self) -> list[Action]:
         """The calls, to be made again and again as long as memory, stream and context are open."""
@@ -218,10 +218,10 @@ def restore_actions(
 def restore_arguments(
     copies: Copies, counters: Any, a: int, b: int, in_a: int, in_b: int, health: Any
 ) -> tuple[Any, ...]:
-    """Of the launch that makes one or two copies and sets counters: those of mask in_a to a, of in_b to b."""
+    """Of the launch that makes at most two copies and sets counters: those of mask in_a to a, of in_b to b."""
     assert copies.ranges is not None
     args: list[Any] = []
-    for dst, src, n_bytes in [*copies.ranges, (0, 0, 0)][:2]:
+    for dst, src, n_bytes in [*copies.ranges, (0, 0, 0), (0, 0, 0)][:2]:
         args += [Borrowed(copies.e.memory, ptr, n_bytes, np.uint8) if n_bytes else None for ptr in (src, dst)]
         args.append(n_bytes)
     return *args, counters, a, b, *_mask_words(in_a, in_b), health, 0

@@ -97,6 +97,17 @@ def test_layers_of_different_lengths_are_restored_one_by_one(cuda: Any) -> None:
             assert device_counters(cache) == ({3: 5, 7: 4}, {4})
 
 
+def test_so_they_are_where_there_are_no_states_that_would_show_it(cuda: Any) -> None:
+    with new(cuda, attention_only()) as cache:
+        feed = Feed(cache)
+        feed.step(4)
+        with cache.snapshot(cuda) as snap:
+            known(cuda, cache, snap)
+            feed.step(3, layers=[1])
+            cache.rollback(cuda, snap, 2)
+            assert device_counters(cache) == ({0: 4, 1: 6, 2: 4}, {4})
+
+
 def test_a_call_that_is_known_is_one_copy_or_one_launch_and_what_a_copy_must_ask(cuda: Any, standin: StandIn) -> None:
     with new(cuda) as cache, cache.snapshot(cuda) as snap:
         known(cuda, cache, snap)
@@ -151,7 +162,8 @@ def test_a_rollback_that_came_through_before_is_refused_or_done_like_the_first(
         snap = cache.snapshot(cuda)
         for _ in range(uses):
             known(cuda, cache, snap)
-        Feed(cache).step(2)
+        for _ in range(2):  # the states lie as they did
+            Feed(cache).step(1)
         spoil(cache)
         try:
             cache.rollback(cuda, snap, accept)
@@ -186,7 +198,8 @@ def test_it_gives_up_what_stands_above(cuda: Any) -> None:
         feed.step(2)
         with cache.snapshot(cuda) as snap:
             known(cuda, cache, snap)
-            feed.step(3)
+            for _ in range(2):  # the states lie as they did
+                feed.step(1)
             cache.park_logits(cuda, put(cuda, np.ones(50, np.float32)))
             with cache.snapshot(cuda) as later:
                 cache.rollback(cuda, snap, 0)
