@@ -106,6 +106,10 @@ def test_so_they_are_where_there_are_no_states_that_would_show_it(cuda: Any) -> 
             feed.step(3, layers=[1])
             cache.rollback(cuda, snap, 2)
             assert device_counters(cache) == ({0: 4, 1: 6, 2: 4}, {4})
+            cache.rollback(cuda, snap, 0)
+            cache.advance(cuda, 2)  # pos alone
+            cache.rollback(cuda, snap, 1)
+            assert device_counters(cache) == ({0: 4, 1: 4, 2: 4}, {4})
 
 
 def test_a_call_that_is_known_is_one_copy_or_one_launch_and_what_a_copy_must_ask(cuda: Any, standin: StandIn) -> None:
