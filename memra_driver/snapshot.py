@@ -202,15 +202,18 @@ class CacheSnapshot(Closing):
                 for name, planes in (("conv_state", self.conv), ("ssm_state", self.ssm)):
                     row = at[name, il]
                     planes[il] = kept.plane(row.offset - begin, row.len, DTYPE_NAMES[row.dtype])
-            self._made = None if self._has_clones else (list(self.conv), list(self.ssm))
+            self._note_made()
             return copy_actions(e, [(kept, live) for live, kept in self.pairs(plan, recur, d)])
-        if layers:
-            self._made, self._has_clones = None, True
+        self._has_clones = self._has_clones or bool(layers)
+        self._note_made()
         for il, layer in layers:
             for plane, planes in ((layer.conv_state, self.conv), (layer.ssm_state, self.ssm)):
                 planes[il] = e.clone_dtod(plane)
                 self._buffers.append(planes[il])
         return []
+
+    def _note_made(self) -> None:
+        self._made = None if self._has_clones else (list(self.conv), list(self.ssm))
 
     def pairs(self, plan: CachePlan, recur: Sequence[RecurLayer | None], d: int) -> list[tuple[Any, Any]]:
         """(live, kept) of every ring and current state on device d."""
