@@ -18,7 +18,7 @@ import tally
 from caches import POLICY, put, rows_of
 from cplan import CASES, SPREAD, library, new_cache
 from decoding import OPTIONS, TRUE, Lane, hybrid
-from fault_runs import CODE, Quick, Stage, Sweep
+from fault_runs import CODE, Quick, Stage, Sweep, _free
 from standin import StandIn
 from through_c import is_through_c
 
@@ -298,6 +298,21 @@ def test_a_capture_whose_block_raises_ends_although_a_call_of_that_fails(
         e.zeros(4).close()
         given_up()
     assert standin.live_graphs() == 0
+
+
+def test_a_free_that_waited_for_the_end_of_a_capture_and_fails_is_told_by_the_next_call(
+    make_dev: MakeDev, standin: StandIn
+) -> None:
+    e = make_dev("cuda")
+    kept = e.zeros(4)
+    with e.capture():
+        kept.close()
+        standin.fail("cuMemFreeAsync", code=CODE)
+    assert standin.pending_failures() == 0
+    with pytest.raises(DriverError, match="cuMemFreeAsync"):
+        e.zeros(4)
+    e.zeros(4).close()
+    _free(standin.failed(CODE).src)
 
 
 # Devices
