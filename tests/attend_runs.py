@@ -10,8 +10,8 @@ import numpy as np
 from checks import Array
 from kernel_runs import run
 
-from memra_driver import check_args
-from memra_driver.check_args import PAIRS, Dims, Pair, partial_sums
+from memra_driver.check import args as check_args
+from memra_driver.check.args import PAIRS, Dims, Pair, partial_sums
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, AttendGeometry, attend_kernel
 

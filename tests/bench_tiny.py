@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memra_driver.bench_rows import QUICK, Attention
+from memra_driver.bench.rows import QUICK, Attention
 from memra_driver.config import ModelConfig, SsmConfig
 
 MODEL = ModelConfig(

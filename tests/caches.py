@@ -15,8 +15,8 @@ from memra_driver import ops
 from memra_driver.cache import Cache
 from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig
 from memra_driver.formats import FormatPolicy
-from memra_driver.soak_lane import rows_of
-from memra_driver.soak_look import addresses, beside, device_counters, image, planes, scalars
+from memra_driver.soak.lane import rows_of
+from memra_driver.soak.look import addresses, beside, device_counters, image, planes, scalars
 
 __all__ = [
     "HISTORY_TOKENS", "POLICY", "TINY_SSM", "Feed", "History", "addresses", "attention_only", "beside",

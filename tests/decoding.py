@@ -11,11 +11,11 @@ from memra_driver.config import ModelConfig, SsmConfig
 from memra_driver.formats import FormatPolicy
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
-from memra_driver.soak_geometry import OPTIONS
-from memra_driver.soak_lane import HIDDEN, INPUTS, MADE, RESULTS, SCALE, Lane, columns, kind_of
-from memra_driver.soak_plain import Moment, Reads
-from memra_driver.soak_plain import Oracle as _Oracle
-from memra_driver.soak_player import TRUE, WIDTH, WRONG, Player, draft
+from memra_driver.soak.geometry import OPTIONS
+from memra_driver.soak.lane import HIDDEN, INPUTS, MADE, RESULTS, SCALE, Lane, columns, kind_of
+from memra_driver.soak.plain import Moment, Reads
+from memra_driver.soak.plain import Oracle as _Oracle
+from memra_driver.soak.player import TRUE, WIDTH, WRONG, Player, draft
 
 __all__ = [
     "HIDDEN", "INPUTS", "MADE", "MAX_CTX", "OPTIONS", "RESULTS", "SCALE", "TRUE", "WIDTH", "WRONG", "Lane", "Oracle",

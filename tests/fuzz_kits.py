@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from memra_driver import kit, kit_caches
+from memra_driver import kit
 from memra_driver.errors import KitError
-from memra_driver.kit_files import Kit, Writer, fnv1a64
+from memra_driver.kit import caches as kit_caches
+from memra_driver.kit.files import Kit, Writer, fnv1a64
 from memra_driver.kvdev import HostDev
 
 SOME = (

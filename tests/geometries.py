@@ -6,7 +6,7 @@ from decoding import hybrid
 
 from memra_driver.config import Gemma4Config, ModelConfig, Step35Config
 from memra_driver.formats import FormatPolicy
-from memra_driver.soak_geometry import Geometry
+from memra_driver.soak.geometry import Geometry
 
 
 def gemma4() -> ModelConfig:

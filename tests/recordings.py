@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from memra_driver.soak_player import Player, Recorded, Taps, launch_by_hand
+from memra_driver.soak.player import Player, Recorded, Taps, launch_by_hand
 
 __all__ = ["Recorded", "Taps", "launch_by_hand", "recorded", "warm"]
 

@@ -23,7 +23,7 @@ from attend_runs import (
     growing,
 )
 
-from memra_driver.check_args import PAIRS, Dims, Pair
+from memra_driver.check.args import PAIRS, Dims, Pair
 
 
 @pytest.mark.parametrize("formats", PAIRS)

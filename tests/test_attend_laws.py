@@ -31,7 +31,7 @@ from attend_runs import (
 from checks import faults
 from kernel_runs import run, run_batch
 
-from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, any_planes, partial_sums, record
+from memra_driver.check.args import LAYER, PAIRS, Dims, Pair, any_planes, partial_sums, record
 from memra_driver.health import Fault, FaultCount
 from memra_driver.kernels import (
     ATTEND_COLUMNS,

@@ -29,7 +29,7 @@ from attend_runs import (
 from checks import faults
 from kernel_runs import run, run_batch
 
-from memra_driver.check_args import LAYER, PAIRS, Dims, Pair
+from memra_driver.check.args import LAYER, PAIRS, Dims, Pair
 from memra_driver.health import Fault, FaultCount
 from memra_driver.kernels import KERNELS, PIPE_COLUMNS, AttendGeometry, attend_kernel
 from memra_driver.memory import CudaSlice

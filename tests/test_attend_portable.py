@@ -22,7 +22,7 @@ from attend_runs import (
 )
 from portable import PortableDev
 
-from memra_driver.check_args import PAIRS, Pair
+from memra_driver.check.args import PAIRS, Pair
 from memra_driver.kvdev import HostDev
 
 

@@ -12,10 +12,10 @@ import caches
 import pytest
 
 from memra_driver import bench
-from memra_driver import bench_report as report
 from memra_driver.batch import CacheBatch
-from memra_driver.bench_rows import FULL, GROUPS, QUICK, Row
-from memra_driver.bench_targets import TARGETS, Target, judged
+from memra_driver.bench import report as report
+from memra_driver.bench.rows import FULL, GROUPS, QUICK, Row
+from memra_driver.bench.targets import TARGETS, Target, judged
 from memra_driver.cache import Cache
 from memra_driver.errors import ConfigError
 from memra_driver.kvdev import HostDev

@@ -18,7 +18,9 @@ from bench_tiny import L2_BYTES, L2_CACHE_SIZE, TINY
 from standin import StandIn
 from test_bench_arithmetic import moved, rows_and_rates
 
-from memra_driver import bench_report, bench_rows, cli, nvrtc
+from memra_driver import cli, nvrtc
+from memra_driver.bench import report as bench_report
+from memra_driver.bench import rows as bench_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,13 +13,15 @@ from bench_tiny import L2_BYTES, L2_CACHE_SIZE, MODEL, SHAPE, TINY
 from conftest import MakeDev, c_library_missing
 from standin import StandIn
 
-from memra_driver import bench, bench_host, bench_peers, nvrtc, ops
-from memra_driver.bench_measure import ROTATION, UNMEASURED, Bench, watched
-from memra_driver.bench_raw import packed_launches
-from memra_driver.bench_report import rows_of
-from memra_driver.bench_rows import GROUPS, append_name, recurrent_name, step_name
-from memra_driver.bench_targets import judged
-from memra_driver.bench_work import REPEATABLE, Workload, attention_model
+from memra_driver import bench, nvrtc, ops
+from memra_driver.bench import host as bench_host
+from memra_driver.bench import peers as bench_peers
+from memra_driver.bench.measure import ROTATION, UNMEASURED, Bench, watched
+from memra_driver.bench.raw import packed_launches
+from memra_driver.bench.report import rows_of
+from memra_driver.bench.rows import GROUPS, append_name, recurrent_name, step_name
+from memra_driver.bench.targets import judged
+from memra_driver.bench.work import REPEATABLE, Workload, attention_model
 
 STEP_OPS = ("append_kv", "attend", "conv_update", "gdn_prep", "gdn_scan")
 

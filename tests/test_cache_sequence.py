@@ -20,8 +20,8 @@ from vectors_data import FOLDER
 from memra_driver.cache import Cache, CacheState
 from memra_driver.config import LayerKind, ModelConfig, SsmConfig
 from memra_driver.errors import ArrayError, DeviceMismatch, UnsupportedError
-from memra_driver.kit_caches import pattern
-from memra_driver.kit_files import fnv1a64
+from memra_driver.kit.caches import pattern
+from memra_driver.kit.files import fnv1a64
 from memra_driver.layers import RecurLayer
 
 MakeDev = Callable[..., Any]

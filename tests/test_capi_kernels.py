@@ -18,7 +18,7 @@ from standin import StandIn
 
 from memra_driver import nvrtc
 from memra_driver.capi.library import launch_function
-from memra_driver.check_args import PAIRS
+from memra_driver.check.args import PAIRS
 from memra_driver.errors import (
     AbiError,
     ArrayError,

@@ -8,6 +8,7 @@ import shutil
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import tally
 import vectors_data
 
 from memra_driver import check, cli, driver, formats, kvdev, nvrtc, reference, reference_attend, reference_common
-from memra_driver.check_case import Case
-from memra_driver.check_vectors import vector_cases
+from memra_driver.check.case import Case
+from memra_driver.check.vectors import vector_cases
 from memra_driver.kernels import KERNELS
 from memra_driver.kvdev import HostDev
 
@@ -180,7 +181,7 @@ def test_the_same_seed_makes_the_same_inputs_and_another_seed_others() -> None:
 
 
 def test_the_packaged_vectors_are_those_of_the_tests() -> None:
-    folder = Path(check.__file__).parent / "vectors"
+    folder = Path(str(files("memra_driver").joinpath("vectors")))
     packaged = json.loads((folder / "kernels.json").read_text())
     originals = {each["case"]: each for each in json.loads((vectors_data.FOLDER / "kernels.json").read_text())}
     with np.load(folder / "kernels.npz") as mine, np.load(vectors_data.FOLDER / "kernels.npz") as theirs:

@@ -14,13 +14,14 @@ from caches import gemma
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from memra_driver import boundary, cli, kvdev, ops, session, session_times
+from memra_driver import boundary, cli, kvdev, ops, session
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig
 from memra_driver.memory import HostMemory
 from memra_driver.plan import CachePlan
 from memra_driver.pp import balance
 from memra_driver.round import Round
+from memra_driver.session import times as session_times
 
 SMALL = {
     "model_type": "qwen3_next",

@@ -12,7 +12,7 @@ from attend_runs import attend_args, combine_args
 from kernel_runs import run
 from standin import StandIn
 
-from memra_driver.check_args import (
+from memra_driver.check.args import (
     append_args,
     commit_args,
     conv_args,

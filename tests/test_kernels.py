@@ -13,7 +13,7 @@ from checks import faults, same_floats
 from kernel_runs import run, same
 from vectors_data import Case, cases, name_of
 
-from memra_driver.check_args import LAYER, PAIRS, Dims, Pair, append_args, dequant_args, edges, poison, record, spread
+from memra_driver.check.args import LAYER, PAIRS, Dims, Pair, append_args, dequant_args, edges, poison, record, spread
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.health import Fault, FaultCount
 from memra_driver.kernels import APPEND_MANY

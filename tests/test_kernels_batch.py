@@ -9,7 +9,7 @@ import pytest
 from checks import Array, faults
 from kernel_runs import run, run_batch, same
 
-from memra_driver.check_args import (
+from memra_driver.check.args import (
     LAYER,
     PAIRS,
     Pair,

@@ -14,7 +14,7 @@ from checks import close, faults, worst
 from kernel_runs import run, same
 from vectors_data import Case, cases, name_of
 
-from memra_driver.check_args import (
+from memra_driver.check.args import (
     ALONE,
     LAYER,
     SLOT,

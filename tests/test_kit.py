@@ -17,10 +17,10 @@ import vectors_data
 from memra_driver import cli, kit
 from memra_driver.config import PRESETS
 from memra_driver.formats import K_FORMATS, V_FORMATS
-from memra_driver.kit_caches import CALLS
-from memra_driver.kit_files import Kit, Writer, arrays_of, entries_of, fnv1a64, packaged
-from memra_driver.kit_kernels import FILES
-from memra_driver.kit_schema import KEYWORDS, violation
+from memra_driver.kit.caches import CALLS
+from memra_driver.kit.files import Kit, Writer, arrays_of, entries_of, fnv1a64, packaged
+from memra_driver.kit.kernels import FILES
+from memra_driver.kit.schema import KEYWORDS, violation
 from memra_driver.kvdev import HostDev
 
 MakeDev = Callable[..., Any]

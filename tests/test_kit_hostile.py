@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tally
 
-from memra_driver import kit, kit_files
+from memra_driver import kit
 from memra_driver.errors import KitError
-from memra_driver.kit_files import Kit, fnv1a64
+from memra_driver.kit import files as kit_files
+from memra_driver.kit.files import Kit, fnv1a64
 from memra_driver.kvdev import HostDev
 
 

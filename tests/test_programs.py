@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from memra_driver.soak_calls import Program
+from memra_driver.soak.calls import Program
 
 CAPACITY = 24
 

@@ -18,7 +18,7 @@ from kernel_runs import run, run_batch, same
 from memra_driver import ops
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache
-from memra_driver.check_args import LAYER, conv_args, i32, poison, prep_args, recur_args, scan_args, spoil
+from memra_driver.check.args import LAYER, conv_args, i32, poison, prep_args, recur_args, scan_args, spoil
 from memra_driver.errors import StateError
 from memra_driver.health import Fault
 from memra_driver.kernels import RECUR_COLUMNS, RECUR_TICKETS, recur_split

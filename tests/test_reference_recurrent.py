@@ -10,7 +10,7 @@ from checks import Array, close, faults, same_bits
 from vectors_data import Case, cases, name_of
 
 from memra_driver import reference
-from memra_driver.check_args import record
+from memra_driver.check.args import record
 from memra_driver.health import Fault, FaultCount
 
 # Convolution

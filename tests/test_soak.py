@@ -29,8 +29,8 @@ from memra_driver.round import Round
 from memra_driver.rules import CacheRules
 from memra_driver.snapshot import CacheSnapshot
 from memra_driver.soak import IN_TIME, INTERRUPTED, Soak
-from memra_driver.soak_look import Difference, first_change, near, same, same_bytes
-from memra_driver.soak_program import Part
+from memra_driver.soak.look import Difference, first_change, near, same, same_bytes
+from memra_driver.soak.program import Part
 
 pytestmark = pytest.mark.standin
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -14,7 +14,7 @@ from decoding import MAX_CTX, TRUE, Player, begin, hybrid, play, player_on
 from memra_driver import check, ops
 from memra_driver.batch import CacheBatch
 from memra_driver.cache import Cache
-from memra_driver.check_cases import counter_cases
+from memra_driver.check.cases import counter_cases
 from memra_driver.errors import ArrayError, CapacityError, ConfigError, MemraError, StateError
 from memra_driver.round import Round
 

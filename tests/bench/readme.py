@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from memra_driver import bench_report  # noqa: E402
+from memra_driver.bench import report  # noqa: E402
 
 README = ROOT / "README.md"
 RECORD = ROOT / "tests" / "bench" / "results" / "NVIDIA-H200.json"
@@ -25,7 +25,7 @@ def chapter() -> str:
     if not RECORD.is_file():
         return "\nNo run is on record.\n\n"
     picture = f"![share of the ceiling over the bytes of a call]({PICTURE.relative_to(ROOT)})"
-    return f"\n{bench_report.markdown(bench_report.read(RECORD))}\n\n{picture}\n\n"
+    return f"\n{report.markdown(report.read(RECORD))}\n\n{picture}\n\n"
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     _, _, after = rest.partition(END)
     README.write_text(f"{before}{BEGIN}{chapter()}{END}{after}")
     if RECORD.is_file():
-        bench_report.picture(PICTURE, bench_report.read(RECORD))
+        report.picture(PICTURE, report.read(RECORD))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""The calls that the host times of operations stand beside: the driver's own, packed beforehand, from Python and C."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from memra_driver import capi, native
+from memra_driver.bench.measure import Bench, watched
+from memra_driver.bench.rows import Row
+from memra_driver.bench.work import Workload
+from memra_driver.errors import CompileError, DriverError, StateError
+from memra_driver.kernels import KERNELS
+
+LOOPS = Path(__file__).resolve().parent / "calls.c"
+FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared")
+
+
+class Packed:
+    """A launch whose parameter block is filled once; calling it is one cuLaunchKernel as cuda-python has it."""
+
+    def __init__(self, e: Any, name: str, args: list[Any]) -> None:
+        from cuda.bindings import driver as cu
+
+        self.name = name
+        kernel = KERNELS[name]
+        kinds: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+        values = [getattr(value, "ptr", value) or 0 for value in args]
+        self._block: list[Any] = [
+            kinds.get(kind, ctypes.c_uint64)(value) for (kind, _), value in zip(kernel.params, values, strict=True)
+        ]
+        self._pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(each) for each in self._block))
+        self._kept = args
+        grid, block, shared = kernel.shape(dict(zip((name for _, name in kernel.params), args, strict=True)))
+        self.kernel, self.stream = e.kernels.plan(name).handle, e.stream.handle
+        self.shape = (*grid, *block, shared)
+        self.params = ctypes.addressof(self._pointers)
+        self._launch, self._args = cu.cuLaunchKernel, (self.kernel, *self.shape, self.stream, self.params, 0)
+
+    def __call__(self) -> None:
+        self._launch(*self._args)
+
+
+def packed_launches(work: Workload, op: str) -> list[Packed]:
+    """The launches of one call of an operation, packed."""
+    work.caches[0].prepared.clear()  # what is known already goes another way
+    with watched(work.e) as done:
+        work.calls(op, work.rows)(work.layers(op)[0])
+    work.e.synchronize()
+    work.caches[0].end_step(work.tokens - work.rows)
+    launches = [Packed(work.e, name, args) for what, name, *args in done if what == "launch"]
+    if not launches:
+        raise StateError(f"{op} launched nothing that could be packed")
+    return launches
+
+
+def raw_copy(bench: Bench, n_bytes: int) -> Callable[[], Any]:
+    """One cuMemcpyDtoDAsync as cuda-python has it."""
+    from cuda.bindings import driver as cu
+
+    to, source, stream = bench.room.ptr, bench.numbers.ptr, bench.e.stream.handle
+    return lambda: cu.cuMemcpyDtoDAsync(to, source, n_bytes, stream)
+
+
+def from_c(bench: Bench, work: Workload, launch: Packed) -> Iterator[Row]:
+    """An append of the C library, and its launch alone, both called from C; nothing without library or compiler."""
+    path = native.library()
+    if path is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            loops = _built(Path(folder) / "bench_calls.so")
+        except CompileError:
+            return
+    (cache,), pos = work.caches, work.tokens - work.rows
+    layer = cache.kv_layer(work.attention[0])
+    k, v = (bench.random(work.rows * dim) for dim in (layer.kv_dim_k, layer.kv_dim_v))
+    layers = (ctypes.c_int32 * len(work.attention))(*work.attention)
+    capi.bind(cache)
+    append = ctypes.cast(ctypes.CDLL(str(path)).memra_append_kv, ctypes.c_void_p)
+    work.place(pos)
+
+    def end() -> None:
+        work.target.advance(work.e, work.rows)
+        work.place(pos)
+
+    def appends() -> float:
+        rows, addresses = ctypes.c_int64(work.rows), map(ctypes.c_uint64, (k.ptr, v.ptr))
+        return _seconds(loops.bench_append, append, cache.as_c(), layers, len(layers), rows, *addresses)
+
+    yield Row("host", "append_kv, from C", host_seconds=bench.median_of(appends, after=end) / len(layers))
+    driver = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p)
+    shape = (ctypes.c_uint * len(launch.shape))(*launch.shape)
+    kernel, stream, params = map(ctypes.c_void_p, (launch.kernel, launch.stream, launch.params))
+
+    def launches() -> float:
+        return _seconds(loops.bench_launch, driver, kernel, shape, stream, params, len(layers))
+
+    seconds = bench.median_of(launches) / len(layers)
+    yield Row("host", "append_kv, raw launch from C", who="CUDA driver", host_seconds=seconds)
+
+
+def _built(output: Path) -> Any:
+    command = [*native.compiler(), *FLAGS, "-o", str(output), str(LOOPS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(f"{command[0]} refused {LOOPS.name}", done.stderr, FLAGS)
+    loops = ctypes.CDLL(str(output))
+    loops.bench_append.restype = loops.bench_launch.restype = ctypes.c_int64
+    return loops
+
+
+def _seconds(loop: Any, *args: Any) -> float:
+    nanoseconds: int = loop(*args)
+    if nanoseconds < 0:
+        raise DriverError("a call from C", -nanoseconds, "failed")
+    return nanoseconds / 1e9

@@ -1,0 +1,161 @@
+"""What `check` asks of attention: both its kernels together, and the second by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memra_driver.check.args import (
+    ALONE,
+    LAYER,
+    PAIRS,
+    Args,
+    Dims,
+    Pair,
+    Rng,
+    attend_args,
+    i32,
+    normal,
+    poison,
+    record,
+    spoil,
+)
+from memra_driver.check.case import TOLERANCE, Case, batch, single
+from memra_driver.kernels import ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
+from memra_driver.nvrtc import PIPE_ARCH
+from memra_driver.oracle_formats import encode
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
+
+ATTEND_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Attend:
+    """One attention: rows at pos over keys of a kind, `gqa` query heads for each K/V head."""
+
+    pair: Pair
+    dims: Dims = (64, 64)
+    rows: int = 1
+    pos: int = 70
+    heads_kv: int = 2
+    gqa: int = 2
+    window: int = 0
+    kind: str = "normal"
+
+    @property
+    def title(self) -> str:
+        what = f"{self.pair[0]}/{self.pair[1]} {self.heads_kv}x{self.gqa} heads of {self.dims[0]}/{self.dims[1]}"
+        window = f", window {self.window}" if self.window else ""
+        return f"{what}, {self.rows} rows at {self.pos}{window}{'' if self.kind == 'normal' else ', ' + self.kind}"
+
+
+def args_of(rng: Rng, a: Attend) -> Args:
+    """What attend and attend_combine take together."""
+    stop, heads = a.pos + a.rows, a.heads_kv * a.gqa
+    q = normal(rng, a.rows, heads, a.dims[0])
+    keys, values = (normal(rng, stop, a.heads_kv * dim).reshape(stop, -1) for dim in a.dims)
+    if a.kind == "one key dominates":
+        keys[stop // 2] *= 40
+    elif a.kind == "equal keys":
+        keys[:] = keys[0]
+    elif a.kind == "a spike in q":
+        q[::37] *= 50
+    elif a.kind == "late rescaling":
+        keys *= np.linspace(0.1, 6, stop, dtype=np.float32)[:, None]
+    elif a.kind == "some of q not finite":
+        spoil(rng, q, 3)
+    stored = [
+        encode(name, x.astype(np.float64).reshape(-1, 32)).reshape(stop, -1)
+        for name, x in zip(a.pair, (keys, values), strict=True)
+    ]
+    k, v = (np.pad(x, ((0, 5), (0, 0)), constant_values=0xFF) for x in stored)  # rows that nobody may see are NaN
+    args = attend_args(a.pair, q, k, v, a.pos, heads=(heads, a.heads_kv), dims=a.dims, window=a.window)
+    return args | {"out": poison(a.rows * heads * a.dims[1])}
+
+
+def attend_case(a: Attend, args: Args, **other: Any) -> Case:
+    """Both kernels, one behind the other."""
+    kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), a.rows * a.gqa)
+    first = single(a.title, kernel, args | other)
+    second = single("", "attend_combine", args | other)
+    first.launches += second.launches
+    first.arrays |= second.arrays
+    first.tolerance, first.loose = {"out": ATTEND_TOLERANCE}, ("part",)
+    if a.kind == "some of q not finite":
+        first.loose = ("part", "out")
+    return first
+
+
+def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
+    cases = [Attend(pair, rows=rows) for pair in PAIRS for rows in (1, 5)]
+    shapes = [(64, 128, 3), (96, 96, 1), (128, 64, 16), (192, 128, 2), (64, 192, 4), (96, 256, 4), (64, 512, 2)]
+    for k, v, gqa in shapes:
+        cases += [Attend(PAIRS[0], (k, v), rows, 200, 1, gqa) for rows in (1, 4)]
+    cases += [Attend(pair, (256, 256), rows, 90, 2, 3) for pair in PAIRS for rows in (1, 5)]
+    for dims, heads_kv, gqa, all_rows in (((256, 256), 1, 8, (1, 2, 4)), ((64, 128), 8, 2, (1, 8, 12)),
+                                          ((64, 192), 8, 2, (1, 5))):  # fmt: skip
+        cases += [Attend(PAIRS[0], dims, rows, 100, heads_kv, gqa) for rows in all_rows]
+    cases += [  # of every entry that was made for one geometry
+        Attend(pair, (dim, dim), 2 if columns < 24 else 4, 130, heads_kv, columns // (2 if columns < 24 else 4))
+        for pair in PAIRS
+        for heads_kv, dim, columns in PIPE_FIXED[pair[0]]
+    ]
+    cases += [Attend(pair, (64, 192), 2, 100, heads_kv, 2) for pair in PAIRS[:3] for heads_kv in (4, 8)]
+    cases += [Attend(pair, (96, 96), 2, 100, 2, 2) for pair in PAIRS[1:3]]
+    cases += [Attend(PAIRS[0], (256, 256), 1, 100, 1, 2)]  # fewer columns than a team has warps
+    windows = ((0, 0), (63, 64), (130, 7), (128, 65))
+    cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
+    kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
+    cases += [Attend(PAIRS[1], rows=2, pos=300, kind=kind) for kind in kinds]
+    cases += [Attend(PAIRS[1], (64, 64), 2, 300, 8, kind=kind) for kind in kinds]
+    around = ATTEND_GROUPS * ATTEND_TILE  # the first groups get a second tile
+    cases += [Attend(PAIRS[2], rows=3, pos=around - 1, heads_kv=1)]
+    if not small:
+        cases += [Attend(pair, (256, 256), 5, 400, 2, 8) for pair in PAIRS]
+        cases += [Attend(PAIRS[0], (512, 512), rows, 150, 1, 8) for rows in (1, 16)]
+        cases += [Attend(PAIRS[0], (192, 192), 9, 77, 2, 5), Attend(PAIRS[4], (128, 128), 16, 1000, 4, 4)]
+        cases += [Attend(PAIRS[0], rows=2, pos=around + 70, window=window) for window in (0, 500, around)]
+    for a in cases:
+        yield attend_case(a, args_of(rng, a))
+    a = Attend(PAIRS[0])
+    others: tuple[Args, ...] = ({"pos_d": i32(70), "slot": -9}, {"slot": 76}, {"slot": -1}, {"pos_d": i32(2**31 - 1)})
+    for other in others:
+        made = attend_case(a, args_of(rng, a), **other)
+        where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
+        made.title = f"{made.kernel} {where}"
+        yield made
+    for dims in ((64, 64), (128, 128)):
+        several = [Attend(PAIRS[0], dims, rows=3, pos=pos) for pos in (0, 62, 200)]
+        members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
+        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), 6)
+        made = batch("3 rows for", entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
+        behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
+        made.launches += behind.launches
+        made.arrays |= behind.arrays
+        made.tolerance, made.loose = {"out": ATTEND_TOLERANCE}, ("part",)
+        yield made
+
+
+def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
+    """Partial sums of any groups; those without a key are NaN."""
+    shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
+    for rows, heads, dim, pos, window in shapes:
+        part = np.full((rows, heads, ATTEND_GROUPS, dim + ATTEND_TAIL), np.nan, np.float32)
+        for row in range(rows):
+            last = pos + row
+            tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
+            groups = sorted({tile % ATTEND_GROUPS for tile in tiles})
+            weight = rng.uniform(0.1, 64, (heads, len(groups), 1))
+            most = rng.normal(0, 4, (heads, len(groups), 1))
+            sums = rng.standard_normal((heads, len(groups), dim)) * weight
+            part[row][:, groups, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
+        args = {
+            "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
+            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, **ALONE, "health": record(),
+            "layer": LAYER,
+        }  # fmt: skip
+        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}"
+        yield single(title, "attend_combine", args, tolerance={"out": TOLERANCE})
