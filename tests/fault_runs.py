@@ -194,6 +194,7 @@ def _free(ptr: int) -> None:
     status, context = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT, ptr)
     if not int(status):  # else it has gone with its context
         cu.cuCtxSetCurrent(context)
+        driver.ctx_synchronize()  # the free that failed had an order, this one has none
         driver.mem_free(ptr)
 
 

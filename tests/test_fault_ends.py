@@ -366,6 +366,7 @@ def test_each_call_of_the_end_of_a_device_that_has_worked(
         table = e.zeros(64)
         e.copy_many([(table.ptr + 8 * n, table.ptr + 8 * n + 4, 4) for n in range(4)])
         table.close()
+        e.synchronize()  # a wait that fails must not leave work behind that needs its kernels
         return e
 
     with CudaContext(0):
