@@ -63,7 +63,8 @@ static int check_fit(const memra_plan *plan, memra_device *const *devices) {
         if (need > available)
             return memra_fail(MEMRA_ERR_OUT_OF_MEMORY,
                               "the cache needs %" PRIu64 " bytes on cuda:%" PRId32 ", which has %" PRIu64 " free; lower"
-                              " max_ctx, choose smaller formats, or spread the layers over more devices",
+                              " max_ctx, choose smaller formats, or spread the layers over more devices; nvidia-smi says"
+                              " who holds the rest",
                               need, devices[d]->ordinal, available);
     }
     return MEMRA_OK;

@@ -109,7 +109,10 @@ int memra_device_enter(memra_device *device) {
 static int open_context(memra_device *device, uint64_t given) {
     MEMRA_TRY(MEMRA_CU(cuDeviceGet, (&device->device, device->ordinal)));
     if (!given) {
-        MEMRA_TRY(MEMRA_CU(cuDevicePrimaryCtxRetain, (&device->context, device->device)));
+        const int retained = MEMRA_CU(cuDevicePrimaryCtxRetain, (&device->context, device->device));
+        if (retained == MEMRA_ERR_OUT_OF_MEMORY)
+            memra_fail_more("; the GPU has no room for a context: nvidia-smi says who holds its memory");
+        MEMRA_TRY(retained);
         device->owns_context = true;
         return make_current(device->context);
     }

@@ -166,14 +166,15 @@ static int finish(struct memra_graph *graph) {
     return MEMRA_OK;
 }
 
-/* Ends what the stream still captures, and forgets it; an invalid capture ends with an error that is none here. */
-static int discard(const memra_device *device) {
+/* Ends what the stream still captures, and forgets it; an invalid capture ends with an error that is none here.
+ * open: the stream captures still. */
+static int discard(const memra_device *device, bool *open) {
     CUgraph made = NULL;
     int capturing = 0;
     const CUresult code = memra_cu.cuStreamEndCapture(device->stream, &made);
+    *open = code && !memra_cu.cuStreamIsCapturing(device->stream, &capturing) && capturing;
     if (!code) return made != NULL ? MEMRA_CU(cuGraphDestroy, (made)) : MEMRA_OK;
-    const bool goes_on = !memra_cu.cuStreamIsCapturing(device->stream, &capturing) && capturing;
-    return goes_on ? memra_cuda_status("cuStreamEndCapture()", code) : MEMRA_OK;
+    return *open ? memra_cuda_status("cuStreamEndCapture()", code) : MEMRA_OK;
 }
 
 /* open: the stream captures still, for the driver ended nothing. */
@@ -183,7 +184,7 @@ static int instantiate(struct memra_graph *graph, bool *open) {
     if (ended) {
         int capturing = 0;
         if (!memra_cu.cuStreamIsCapturing(graph->device->stream, &capturing) && capturing)
-            *open = discard(graph->device) != MEMRA_OK;
+            discard(graph->device, open);
         return memra_cuda_status("cuStreamEndCapture()", ended);
     }
     int status = MEMRA_CU(cuGraphInstantiateWithFlags, (&graph->exec, made, 0));
@@ -231,9 +232,10 @@ int memra_capture_abandon(memra_device *device) {
     MEMRA_TRY(memra_device_enter(device));
     struct memra_graph *graph = device->recording;
     if (graph == NULL) return MEMRA_OK;
-    if (!(graph->flags & MEMRA_CAPTURE_YOURS)) MEMRA_TRY(discard(device)); /* one that goes on is still open */
-    memra_graph_drop(device);
-    return MEMRA_OK;
+    bool open = false; /* one that goes on */
+    const int status = graph->flags & MEMRA_CAPTURE_YOURS ? MEMRA_OK : discard(device, &open);
+    if (!open) memra_graph_drop(device);
+    return status;
 }
 
 void memra_graph_drop(memra_device *device) {

@@ -170,8 +170,8 @@ def get_cubins(arch: str) -> list[str]:
 
     Those that came with the package, where it has them for all of its sources; else they are compiled, which takes
     seconds, and stay in the cache folder. Neither a GPU nor a driver is needed. Raises ConfigError for an architecture
-    that is spelt otherwise or a cache folder that cannot be written, NoDriver where NVRTC is needed and missing, and
-    CompileError.
+    that is spelt otherwise or older than sm_80 and for a cache folder that cannot be written, NoDriver where NVRTC is
+    needed and missing, and CompileError.
     """
     from .nvrtc import cubin_files
 

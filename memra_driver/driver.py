@@ -46,6 +46,8 @@ ADVICE = {
 STICKY = frozenset({700, 710, 714, 715, 716, 717, 718, 719})
 NOT_FROM_THE_DRIVER = -1  # `code` of an error that is not a CUresult: a missing library or entry point
 
+NO_ROOM = "the GPU has no room for a context: nvidia-smi says who holds its memory"  # memra_device.c has the same
+
 STREAM_NON_BLOCKING = 1
 HOST_ALLOC_PORTABLE = 1
 EVENT_EXTERNAL = 1  # in a capture: a node that records or waits for an event of outside it
@@ -202,7 +204,10 @@ def device_can_access_peer(device: int, peer: int) -> bool:
 
 
 def device_primary_ctx_retain(device: int) -> int:
-    context = _call("cuDevicePrimaryCtxRetain", device, shown=device)
+    try:
+        context = _call("cuDevicePrimaryCtxRetain", device, shown=device)
+    except DriverOutOfMemory as error:
+        raise DriverOutOfMemory(error.call, error.code, error.name, f"{error.detail}; {NO_ROOM}") from None
     return int(_native(context))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -263,12 +263,19 @@ def capture_cuda(e: Any) -> Iterator[CudaGraph]:
 
 
 def _discard(e: Any) -> None:
-    """Ends a capture that failed; what it recorded, if anything, is freed."""
-    try:
-        e.context.bind_alive()
-        driver.graph_destroy(driver.stream_end_capture(e.stream.handle))
-    except (DriverError, StateError):
-        return  # the capture was invalid already, and has ended, or went with its context
+    """Ends a capture that failed; what it recorded, if anything, is freed. Tried again where the stream goes on."""
+    for _ in range(2):
+        try:
+            e.context.bind_alive()
+        except StateError:
+            return  # it went with its context
+        except DriverError:
+            continue
+        with suppress(DriverError):  # it was invalid already, and has ended
+            driver.graph_destroy(driver.stream_end_capture(e.stream.handle))
+        with suppress(DriverError):
+            if not driver.stream_is_capturing(e.stream.handle):
+                return
 
 
 @contextmanager

@@ -305,6 +305,8 @@ def _target(source: str, arch: str) -> str:
 def _check_arch(arch: str) -> None:
     if not _ARCH.fullmatch(arch):
         raise ConfigError(f"architecture {arch!r}: write it as sm_90, sm_90a or sm_100f")
+    if is_too_old(arch):
+        raise ConfigError(f"architecture {too_old(arch)}")
 
 
 def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:

@@ -108,6 +108,7 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
 
     x, out [T, conv_dim]; w [conv_dim, d_conv], column 0 for the oldest input.
     out[t, c] = y / (1 + exp(-y)), y = sum_j w[c, j] * input[t - d_conv + 1 + j, c].
+    The error record notes inputs that are not finite, not weights.
     """
     try:
         key: OpKey = ("conv_update", il, x.token, w.token, out.token)
@@ -281,8 +282,9 @@ def attend(
     q [T, n_head, head_dim_k], out [T, n_head, head_dim_v]; query head h reads K/V head h // gqa. Row r sees keys
     0 .. pos + r, of those the last `window` (None: the layer's own; 0: all). A layer without own K/V reads
     that of `cache.kv_layer_for(il)`. out = softmax(scale q K^T) V, within 2e-3 of its largest magnitude of the
-    float64 value over the dequantised rows; values of V beyond 65504 become infinite. May be called again in a step;
-    refused where rows below pos + T are missing, and beyond CacheOptions.max_rows.
+    float64 value over the dequantised rows; values of V beyond 65504 become infinite. The error record notes a q that
+    is not finite, not stored rows: their append did. May be called again in a step; refused where rows below pos + T
+    are missing, and beyond CacheOptions.max_rows.
     """
     try:
         key: OpKey = ("attend", il, scale, type(scale), window, type(window), q.token, out.token)

@@ -67,9 +67,10 @@ def check_fit(plan: CachePlan, devices: Sequence[Any]) -> None:
     for where, (available, _) in free.items():
         if need[where] > available:
             name = f"cuda:{where}" if where >= 0 else "host"
+            others = "; nvidia-smi says who holds the rest" if where >= 0 else ""
             raise OutOfMemory(
                 f"the cache needs {need[where]} bytes on {name}, which has {available} free;"
-                " lower max_ctx, choose smaller formats, or spread the layers over more devices"
+                f" lower max_ctx, choose smaller formats, or spread the layers over more devices{others}"
             )
 
 

@@ -42,6 +42,8 @@ THROUGH_C = {
     )
 }  # fmt: skip
 
+_IS_RED = pytest.StashKey[bool]()  # of a test that has failed
+
 # Files that run once more in deferred mode, where the whole run does not: what they are about is order.
 DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "threads")}
 
@@ -122,6 +124,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_IS_RED] = True
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     config = terminalreporter.config
     if not config.getoption("--gpu"):
@@ -147,7 +157,10 @@ def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
-    """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory and no graph left."""
+    """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory and no graph left.
+
+    Of a test that failed only the first two are looked at: its traceback keeps alive what it had not closed yet.
+    """
     if request.config.getoption("--gpu"):
         pytest.skip("the stand-in is not loaded with --gpu")
     reason = standin_module.missing()
@@ -161,6 +174,9 @@ def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
     control.clear_failures()
     gc.collect()
     if request.node.get_closest_marker("misuse"):
+        return
+    if _IS_RED in request.node.stash:
+        assert control.errors() == []
         return
     control.assert_clean()
 

@@ -8,11 +8,15 @@ and leaves what it would have left, nothing is leaked, and the other cache of th
 from __future__ import annotations
 
 import collections
+import gc
 import re
+import traceback
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import pytest
+import tally
 from caches import POLICY, attention_only, device_counters, image, put, rows_of, sequence
 from cuda.bindings import driver as cu
 from decoding import OPTIONS, TRUE, Oracle, Player, hybrid
@@ -20,6 +24,7 @@ from standin import ENDS, Call, StandIn
 
 from memra_driver import driver, ops
 from memra_driver.cache import Cache, CacheState
+from memra_driver.capi.library import Library
 from memra_driver.errors import DriverError, StateError
 from memra_driver.plan import CacheOptions
 from memra_driver.round import Round
@@ -27,6 +32,8 @@ from memra_driver.round import Round
 CODE = 719  # what the calls fail with: a launch that failed
 ATTENTION = attention_only(2, n_head=2, n_vocab=16)
 Run = Callable[[], Any]
+# What the calls that failed were made for: functions of this package, those of the C library by name.
+reached: set[CodeType | str] = set()
 
 
 class Quick:
@@ -187,6 +194,7 @@ def _free(ptr: int) -> None:
     status, context = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT, ptr)
     if not int(status):  # else it has gone with its context
         cu.cuCtxSetCurrent(context)
+        driver.ctx_synchronize()  # the free that failed had an order, this one has none
         driver.mem_free(ptr)
 
 
@@ -208,7 +216,6 @@ class Sweep:
 
     def __init__(self, standin: StandIn) -> None:
         self.standin = standin
-        self.points = 0
         standin.clear_trace()
         self.balance: collections.Counter[str] = collections.Counter()
 
@@ -235,13 +242,16 @@ class Sweep:
         assert left == 0
         assert told.code == CODE, told
         assert re.match(rf"{name}\w*\(", told.call), f"call {nth} of {calls} failed; the error is of {told.call}"
-        self.points += 1
+        tally.add("fault points")
+        for frame, _ in traceback.walk_tb(told.__traceback__):
+            name = frame.f_locals.get("name") if frame.f_code is Library.call.__code__ else None
+            reached.add(frame.f_code if name is None else name)
         self._give_back()
         return told.with_traceback(None)
 
     def _give_back(self) -> None:
         """What the call that failed was to free."""
-        failed = next(call for call in self.standin.trace() if call.code == CODE)
+        failed = self.standin.failed(CODE)
         if failed.name in FREES:
             try:
                 FREES[failed.name](failed)
@@ -268,8 +278,16 @@ class Sweep:
 PREPARED = (".swaps", ".ssm_state.ptr", ".ssm_state_alt.ptr", ".ssm_state_alt.bytes")
 
 
-def sweep(stage: Stage, prepare: Callable[[Stage], Run], *, several: bool = False) -> int:
-    """Fails every driver call of what `prepare` returns, one at a time; returns how many there were.
+def left(standin: StandIn) -> tuple[int, int]:
+    """Allocations, and graphs, once what nobody holds any more is gone."""
+    gc.collect()
+    return standin.live_count(), standin.live_graphs()
+
+
+def sweep(
+    stage: Stage, prepare: Callable[[Stage], Run], *, several: bool = False, most: int | None = None
+) -> None:
+    """Fails every driver call of what `prepare` returns, one at a time, or the first `most` of them.
 
     several: it works on several caches one after the other; each by itself may be prepared or tainted.
     """
@@ -281,9 +299,9 @@ def sweep(stage: Stage, prepare: Callable[[Stage], Run], *, several: bool = Fals
         calls = each.calls_of(prepare(stage))
         expected = stage.outcome()
         stage.end()
-    held = standin.live_count(), standin.live_graphs()
+    held = left(standin)
     run: Run | None = None
-    for nth in range(1, len(calls) + 1):
+    for nth in range(1, len(calls[:most]) + 1):
         if run is None:
             stage.begin()
             run = prepare(stage)
@@ -312,7 +330,6 @@ def sweep(stage: Stage, prepare: Callable[[Stage], Run], *, several: bool = Fals
     run()
     assert stage.outcome() == expected
     stage.end()
-    assert (standin.live_count(), standin.live_graphs()) == held, "left behind"
+    assert left(standin) == held, "left behind"
     each.check_balance()
     standin.trace_queries(False)
-    return each.points

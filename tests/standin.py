@@ -192,6 +192,14 @@ class Call:
     captured: bool
 
 
+def _call(r: _Record) -> Call:
+    return Call(
+        r.call.decode(), r.stream, r.dst, r.src, r.bytes, (r.kernel or b"").decode(),
+        tuple(r.grid), tuple(r.block), r.smem, r.device, r.code,
+        (r.node or b"").decode(), bool(r.captured),
+    )  # fmt: skip
+
+
 class StandIn:
     """Control of the stand-in driver of this process. Make it with `load()`."""
 
@@ -222,17 +230,17 @@ class StandIn:
 
     def trace(self) -> list[Call]:
         """Every call since `reset` or `clear_trace`, in order."""
+        return [_call(record) for record in self._records()]
+
+    def _records(self) -> ctypes.Array[_Record]:
         n = self._lib.fake_trace(None, 0)
         records = (_Record * n)()
         self._lib.fake_trace(records, n)
-        return [
-            Call(
-                r.call.decode(), r.stream, r.dst, r.src, r.bytes, (r.kernel or b"").decode(),
-                tuple(r.grid), tuple(r.block), r.smem, r.device, r.code,
-                (r.node or b"").decode(), bool(r.captured),
-            )
-            for r in records
-        ]  # fmt: skip
+        return records
+
+    def failed(self, code: int) -> Call:
+        """The first call of the trace that returned this code."""
+        return next(_call(record) for record in self._records() if record.code == code)
 
     def calls(self, *names: str) -> list[Call]:
         """The calls of the trace with one of these cu names."""
@@ -245,7 +253,7 @@ class StandIn:
 
     def balance(self) -> collections.Counter[str]:
         """Of streams, events, libraries and contexts: how many more the trace saw made than given back."""
-        done = collections.Counter(call.name for call in self.trace() if not call.code)
+        done = collections.Counter(record.call.decode() for record in self._records() if not record.code)
         return collections.Counter({made: done[made] - done[ended] for ended, made in ENDS.items()})
 
     def clear_trace(self) -> None:

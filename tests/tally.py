@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 PREFIX = "count:"
+EXAMPLES = "examples"  # of hypothesis; what runs it by itself adds its own
 LINES = {  # what is counted: how the end of the run tells of it
     "fault points": "fault points: {} driver calls made to fail",
     "vectors": "vectors: {} recorded arrays, of the original kernels and of kits, that results were held against",
@@ -21,12 +22,20 @@ LINES = {  # what is counted: how the end of the run tells of it
     "soak steps": "soak steps: {} calls of random programs, compared with plain decoding",
 }
 _counted: collections.Counter[str] = collections.Counter()
+_known: set[tuple[str, object]] = set()
 
 
 def add(what: str, n: int = 1) -> None:
-    """The test that runs has tried n of these, one of LINES."""
-    assert what in LINES, what
+    """The test that runs has tried n of these, one of LINES or EXAMPLES."""
+    assert what in {*LINES, EXAMPLES}, what
     _counted[what] += n
+
+
+def once(what: str, which: object) -> None:
+    """The test that runs has tried this one, and may try it again."""
+    if (what, which) not in _known:
+        _known.add((what, which))
+        add(what)
 
 
 def examples_of(statistics: str) -> int:
@@ -37,6 +46,7 @@ def examples_of(statistics: str) -> int:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _counted.clear()
+    _known.clear()
     return (yield)
 
 
@@ -45,8 +55,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        counted = dict(_counted, examples=examples_of(getattr(item, "hypothesis_statistics", "")))
-        item.user_properties += [(PREFIX + what, n) for what, n in counted.items() if n]
+        _counted[EXAMPLES] += examples_of(getattr(item, "hypothesis_statistics", ""))
+        item.user_properties += [(PREFIX + what, n) for what, n in _counted.items() if n]
 
 
 def total(reports: Iterable[Any]) -> collections.Counter[str]:
@@ -62,7 +72,7 @@ def total(reports: Iterable[Any]) -> collections.Counter[str]:
 
 
 def lines(found: collections.Counter[str]) -> list[str]:
-    told = [f"laws: {found['tests']} tests passed, {found['examples']} examples of hypothesis among them"]
+    told = [f"laws: {found['tests']} tests passed, {found[EXAMPLES]} examples of hypothesis among them"]
     return told + [line.format(found[what]) for what, line in LINES.items() if found[what]]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tally
 from caches import POLICY
 from seven_ops import Bytes, SevenOps
 from vectors_data import FOLDER
@@ -135,6 +136,7 @@ def check_step(expected: dict[str, Any], cache: Cache, snap: Any) -> None:
         plane = buffer(cache, snap, file["role"], file["layer"])
         assert (plane.len, plane.nbytes) == (file["n"], file["bytes"]), file["path"]
         assert fnv1a64(plane.to_numpy().tobytes()) == file["fnv1a64"], file["path"]
+        tally.add("vectors")
 
 
 def run(e: Any) -> None:

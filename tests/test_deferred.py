@@ -123,10 +123,13 @@ def test_the_default_stream_and_blocking_ones_wait_for_each_other(context: Stand
         context.defer(seed)
         blocking = int(ok(cu.cuStreamCreate(0)))
         ptr = made(blocking, 0)
-        for value, stream in enumerate((blocking, 0, blocking, 0), start=1):
-            driver.memset_d8_async(ptr, value, N, stream)
-        driver.stream_synchronize(0)
-        assert bytes_at(ptr) == {4}
+        for order in ((blocking, 0, blocking, 0), (0, blocking, 0, blocking)):
+            for value, stream in enumerate(order, start=1):
+                driver.memset_d8_async(ptr, value, N, stream)
+            driver.stream_synchronize(order[-1])
+            assert bytes_at(ptr) == {4}
+            context.finish()
+            assert bytes_at(ptr) == {4}  # nothing of the other stream was left to come
         driver.mem_free_async(ptr, blocking)
         driver.stream_destroy(blocking)
 
@@ -213,6 +216,22 @@ def test_a_destroyed_stream_still_does_its_work(context: StandIn) -> None:
 
 
 # Fault plans
+
+
+def test_what_nobody_waits_for_any_more_is_not_read_into_memory_that_may_be_gone(context: StandIn) -> None:
+    driver.init()
+    context.defer(1)
+    stream = driver.stream_create()
+    ptr = made(stream, 5)
+    back = np.zeros(N, np.uint8)
+    driver.memcpy_dtoh_async(back.ctypes.data, ptr, N, stream)
+    context.fail("cuStreamSynchronize", code=719)
+    with pytest.raises(DriverError):
+        driver.stream_synchronize(stream)
+    context.finish()
+    assert set(back) == {0}
+    driver.mem_free_async(ptr, stream)
+    driver.stream_destroy(stream)
 
 
 def test_memory_runs_out_after_so_many_bytes(context: StandIn) -> None:

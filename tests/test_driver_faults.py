@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tally
 from caches import POLICY, Feed, History, attention_only, image, put, rows_of, sequence, tiny
 from standin import StandIn
 
@@ -80,6 +81,7 @@ def fails(standin: StandIn, nth: int, name: str, change: Callable[[], Any]) -> D
     standin.clear_failures()
     assert caught.value.call.startswith(f"{name}(")
     assert (caught.value.code, caught.value.name) == (CODE, "CUDA_ERROR_LAUNCH_FAILED")
+    tally.add("fault points")
     return caught.value
 
 

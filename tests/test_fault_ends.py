@@ -3,10 +3,14 @@ given back but what the failing call was to free."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +18,11 @@ import tally
 from caches import POLICY, put, rows_of
 from cplan import CASES, SPREAD, library, new_cache
 from decoding import OPTIONS, TRUE, Lane, hybrid
-from fault_runs import CODE, Quick, Stage, Sweep
+from fault_runs import CODE, Quick, Stage, Sweep, _free
 from standin import StandIn
 from through_c import is_through_c
 
-from memra_driver import capi, driver
+from memra_driver import capi, driver, nvrtc
 from memra_driver.batch import CacheBatch
 from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache, CacheState
@@ -36,33 +40,32 @@ def held(standin: StandIn) -> tuple[int, int]:
     return standin.live_count(), standin.live_graphs()
 
 
-def births(standin: StandIn, born: Callable[[], Any]) -> int:
-    """Fails each call of a birth; returns how many there were."""
+def births(standin: StandIn, born: Callable[[], Any], most: int | None = None) -> None:
+    """Fails each call of a birth, or the first `most` of them."""
     each = Sweep(standin)
     for _ in range(2):
         made: list[Any] = []
         calls = each.calls_of(lambda made=made: made.append(born()))
         made.pop().close()
     before = held(standin)
-    for nth in range(1, len(calls) + 1):
+    for nth in range(1, len(calls[:most]) + 1):
         each.fail(nth, calls, born)
         assert held(standin) == before, f"call {nth} of {calls}"
         each.check_balance()
     born().close()
     assert held(standin) == before
     each.check_balance()
-    return each.points
 
 
-def ends(standin: StandIn, born: Callable[[], Any]) -> int:
-    """Fails each call of a close; returns how many there were."""
+def ends(standin: StandIn, born: Callable[[], Any], most: int | None = None) -> None:
+    """Fails each call of a close, or the first `most` of them."""
     each = Sweep(standin)
     for _ in range(2):
         before = held(standin)
         each.check_balance()
         made = born()
         calls = each.calls_of(made.close)
-    for nth in range(1, len(calls) + 1):
+    for nth in range(1, len(calls[:most]) + 1):
         if calls[nth - 1] == "cuCtxSetCurrent" and "cuMemFree" in calls:
             continue  # which goes by the current context: what it was to free is lost
         made = born()
@@ -70,7 +73,6 @@ def ends(standin: StandIn, born: Callable[[], Any]) -> int:
         made.close()  # the second time it has nothing to do
         assert held(standin) == before, f"call {nth} of {calls}"
         each.check_balance()
-    return each.points
 
 
 # Caches
@@ -97,33 +99,39 @@ def test_each_call_of_the_birth_and_the_end_of_a_cache(
     stage = Stage(make_dev, standin, devices=2, arena=arena)
     standin.trace_queries()
     born = lambda: CACHES[name](stage.devices)  # noqa: E731
-    tally.add("fault points", births(standin, born))
-    tally.add("fault points", ends(standin, born))
+    births(standin, born)
+    ends(standin, born)
     standin.trace_queries(False)
     stage.close()
+
+
+class MadeInC:
+    """A cache of memra_cache_new."""
+
+    def __init__(self, case: Any, devices: list[Any]) -> None:
+        self.cache = new_cache(case, devices[: 1 if case.fence is None else 2])
+
+    def close(self) -> None:
+        cache, self.cache = self.cache, None
+        library().call("memra_cache_free", cache)
+
+
+def caches_in_c(standin: StandIn, name: str, most: int | None = None) -> None:
+    devices = [capi.device.LibraryDevice(library(), ordinal, stream=None) for ordinal in range(2)]
+    born = partial(MadeInC, CASES[name] if name in CASES else SPREAD[name], devices)
+    standin.trace_queries()
+    births(standin, born, most)
+    ends(standin, born, most)
+    standin.trace_queries(False)
+    for device in devices:
+        device.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", "two"])
 def test_each_call_of_the_birth_and_the_end_of_a_cache_of_the_library(
     standin: StandIn, c_library: Any, name: str
 ) -> None:
-    devices = [capi.device.LibraryDevice(library(), ordinal, stream=None) for ordinal in range(2)]
-    case = CASES[name] if name in CASES else SPREAD[name]
-
-    class Made:
-        def __init__(self) -> None:
-            self.cache = new_cache(case, devices[: 1 if case.fence is None else 2])
-
-        def close(self) -> None:
-            cache, self.cache = self.cache, None
-            library().call("memra_cache_free", cache)
-
-    standin.trace_queries()
-    tally.add("fault points", births(standin, Made))
-    tally.add("fault points", ends(standin, Made))
-    standin.trace_queries(False)
-    for device in devices:
-        device.close()
+    caches_in_c(standin, name)
 
 
 def test_a_cache_that_cannot_be_freed_is_closed(make_dev: MakeDev, standin: StandIn) -> None:
@@ -178,21 +186,25 @@ def test_each_call_of_the_end_of(make_dev: MakeDev, standin: StandIn, name: str)
         capi.device.library_device(stage.e)
     stage.begin()
     standin.trace_queries()
-    tally.add("fault points", ends(standin, OWNED[name](stage)))
+    ends(standin, OWNED[name](stage))
     standin.trace_queries(False)
     stage.end()
     stage.close()
+
+
+def boundaries(make_dev: MakeDev, standin: StandIn, way: str, most: int | None = None) -> None:
+    devices = gpus(make_dev, standin, way)
+    standin.trace_queries()
+    births(standin, lambda: Boundary(*devices, 8, 4), most)
+    ends(standin, lambda: Boundary(*devices, 8, 4), most)
+    standin.trace_queries(False)
 
 
 @pytest.mark.parametrize("way", ["same", "peer", "staged"])
 def test_each_call_of_the_birth_and_the_end_of_a_boundary(
     make_dev: MakeDev, standin: StandIn, way: str
 ) -> None:
-    devices = gpus(make_dev, standin, way)
-    standin.trace_queries()
-    tally.add("fault points", births(standin, lambda: Boundary(*devices, 8, 4)))
-    tally.add("fault points", ends(standin, lambda: Boundary(*devices, 8, 4)))
-    standin.trace_queries(False)
+    boundaries(make_dev, standin, way)
 
 
 def gpus(make_dev: MakeDev, standin: StandIn, way: str) -> tuple[Any, Any]:
@@ -200,8 +212,7 @@ def gpus(make_dev: MakeDev, standin: StandIn, way: str) -> tuple[Any, Any]:
     return make_dev("cuda", 0), make_dev("cuda", 0 if way == "same" else 1)
 
 
-@pytest.mark.parametrize("way", ["same", "peer", "staged"])
-def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, way: str) -> None:
+def crossings(make_dev: MakeDev, standin: StandIn, way: str, most: int | None = None) -> None:
     """A send, a receive or a release that fails is made again, and the rows arrive."""
     a, b = gpus(make_dev, standin, way)
     each = Sweep(standin)
@@ -216,7 +227,7 @@ def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, way: str) 
                 names = {name: each.calls_of(call) for name, call in calls.items()}
                 standin.trace_queries(False)
                 continue
-            for nth in range(1, len(names[ending]) + 1):
+            for nth in range(1, len(names[ending][:most]) + 1):
                 for name, call in calls.items():
                     if name == ending:
                         standin.trace_queries()
@@ -225,7 +236,83 @@ def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, way: str) 
                     given = call()
                     if name == "receive":
                         assert given.to_numpy().tobytes() == source.to_numpy().tobytes()
-    tally.add("fault points", each.points)
+
+
+@pytest.mark.parametrize("way", ["same", "peer", "staged"])
+def test_each_call_of_a_crossing(make_dev: MakeDev, standin: StandIn, way: str) -> None:
+    crossings(make_dev, standin, way)
+
+
+# Captures that are given up
+
+
+def abandons(standin: StandIn, e: Any) -> None:
+    """Fails each call of memra_capture_abandon; the next one ends the capture, and the device works again."""
+    device = capi.device.library_device(e)
+    each = Sweep(standin)
+
+    def begun() -> Callable[[], None]:
+        device.call("memra_capture_begin", 0)
+        return lambda: device.call("memra_capture_abandon")
+
+    standin.trace_queries()
+    calls = each.calls_of(begun())
+    for nth in range(1, len(calls) + 1):
+        run = begun()
+        each.fail(nth, calls, run)
+        run()
+        e.synchronize()
+    standin.trace_queries(False)
+    assert standin.live_graphs() == 0
+
+
+@pytest.mark.parametrize("cuda_kind", ["c"], indirect=True)
+def test_each_call_of_a_capture_that_is_abandoned(make_dev: MakeDev, standin: StandIn) -> None:
+    abandons(standin, make_dev("cuda"))
+
+
+@pytest.mark.parametrize("whose", ["Python's", "the library's"])
+def test_a_capture_whose_block_raises_ends_although_a_call_of_that_fails(
+    make_dev: MakeDev, standin: StandIn, c_library: Any, whose: str
+) -> None:
+    e = make_dev("cuda")
+    e.kernels.load_all()
+    capture = e.capture if whose == "Python's" else lambda: capi.calls.capture(e)
+
+    def given_up() -> None:
+        with suppress(ZeroDivisionError), capture():
+            standin.clear_trace()
+            raise ZeroDivisionError
+
+    given_up()
+    for nth, call in enumerate([call.name for call in standin.trace()], start=1):
+        with suppress(ZeroDivisionError), capture():
+            standin.fail("*", nth, CODE)
+            raise ZeroDivisionError
+        assert standin.pending_failures() == 0
+        tally.add("fault points")
+        if call == "cuGraphDestroy":
+            driver.graph_destroy(standin.failed(CODE).src)
+        standin.clear_trace()
+        assert not driver.stream_is_capturing(e.stream.handle), call
+        e.zeros(4).close()
+        given_up()
+    assert standin.live_graphs() == 0
+
+
+def test_a_free_that_waited_for_the_end_of_a_capture_and_fails_is_told_by_the_next_call(
+    make_dev: MakeDev, standin: StandIn
+) -> None:
+    e = make_dev("cuda")
+    kept = e.zeros(4)
+    with e.capture():
+        kept.close()
+        standin.fail("cuMemFreeAsync", code=CODE)
+    assert standin.pending_failures() == 0
+    with pytest.raises(DriverError, match="cuMemFreeAsync"):
+        e.zeros(4)
+    e.zeros(4).close()
+    _free(standin.failed(CODE).src)
 
 
 # Devices
@@ -239,7 +326,19 @@ DEVICES: dict[str, Callable[[Any], Any]] = {
     "CDev": lambda context: capi.CDev(0),
     "CDev of another GPU": lambda context: capi.CDev(1),
     "memra_device": lambda context: capi.device.LibraryDevice(capi.load(), 1, stream=None),
+    "CudaDev with room for attention": lambda context: roomy(CudaDev),
+    "CDev with room for attention": lambda context: roomy(capi.CDev),
 }
+
+
+def roomy(made: Callable[[int], Any]) -> Any:
+    e = made(0)
+    try:
+        e.attend_scratch(1 << 12)
+    except DriverError:
+        e.close()
+        raise
+    return e
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -247,8 +346,8 @@ def test_each_call_of_the_birth_and_the_end_of_a(standin: StandIn, c_library: An
     with CudaContext(0) as context:
         standin.trace_queries()
         born = lambda: DEVICES[name](context)  # noqa: E731
-        tally.add("fault points", births(standin, born))
-        tally.add("fault points", ends(standin, born))
+        births(standin, born)
+        ends(standin, born)
         standin.trace_queries(False)
 
 
@@ -267,29 +366,72 @@ def test_each_call_of_the_end_of_a_device_that_has_worked(
         table = e.zeros(64)
         e.copy_many([(table.ptr + 8 * n, table.ptr + 8 * n + 4, 4) for n in range(4)])
         table.close()
+        e.synchronize()  # a wait that fails must not leave work behind that needs its kernels
         return e
 
     with CudaContext(0):
         standin.trace_queries()
-        tally.add("fault points", ends(standin, born))
+        ends(standin, born)
         standin.trace_queries(False)
 
 
-@pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
-def test_each_call_that_loads_kernels(standin: StandIn, c_library: Any, kind: str) -> None:
-    made = CudaDev if kind == "CudaDev" else capi.CDev
+def opened(context: Any) -> Any:
+    return capi.device.LibraryDevice(capi.load(), 0, stream=None)
+
+
+@functools.cache
+def cubins() -> list[Path]:
+    """Of two small sources."""
+    return [path for path in nvrtc.cubin_files("sm_90") if path.stem in ("copy_many", "counters")]
+
+
+def from_a_file(device: Any) -> None:
+    device.call("memra_device_load_file", str(cubins()[0]).encode())
+
+
+def from_a_folder(device: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for path in cubins():
+            shutil.copy(path, folder)
+        device.call("memra_device_load_folder", folder.encode())
+
+
+NOTHING = (None, 0, 0, 0, 0, 0, 0, None, 0)  # arguments of set_counters that set none
+LOADS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "load_all": (DEVICES["CudaDev"], lambda e: e.kernels.load_all()),
+    "launch": (DEVICES["CudaDev"], lambda e: e.launch("set_counters", *NOTHING)),
+    "prepare": (DEVICES["CudaDev"], lambda e: e.prepare("set_counters", NOTHING)),
+    "load_all of a CDev": (DEVICES["CDev"], lambda e: e.kernels.load_all()),
+    "memra_device_load_file": (opened, from_a_file),
+    "memra_device_load_folder": (opened, from_a_folder),
+}  # fmt: skip
+
+
+def loads(standin: StandIn, name: str, most: int | None = None) -> None:
+    """Fails each call that loads kernels, or the first `most`; the next attempt loads them."""
+    made, load = LOADS[name]
     each = Sweep(standin)
     standin.trace_queries()
-    with CudaContext(0):
-        with made(0) as e:
-            calls = each.calls_of(e.kernels.load_all)
-        for nth in range(1, len(calls) + 1):
-            with made(0) as e:
-                each.fail(nth, calls, e.kernels.load_all)
-                e.kernels.load_all()
+    with CudaContext(0) as context:
+        with made(context) as e:
+            calls = each.calls_of(lambda: load(e))
+        assert calls
+        for nth in range(1, len(calls[:most]) + 1):
+            with made(context) as e:
+                each.fail(nth, calls, lambda e=e: load(e))
+                load(e)
     each.check_balance()
-    tally.add("fault points", each.points)
     standin.trace_queries(False)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_each_call_that_loads_kernels(
+    standin: StandIn, c_library: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    read_once = functools.cache(nvrtc.compile_cubin)  # not from its file for each of a thousand calls
+    monkeypatch.setattr(nvrtc, "compile_cubin", read_once)
+    monkeypatch.setattr(nvrtc, "compile_sources", lambda names, arch: {each: read_once(each, arch) for each in names})
+    loads(standin, name)
 
 
 # Memory that runs out
@@ -300,7 +442,6 @@ def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
 ) -> None:
     """After 0 bytes, and after each allocation that an operation makes; the next attempt has room."""
     stage = Stage(make_dev, standin)
-    points = 0
     for name, make in {
         "new": lambda: Cache.new(stage.e, hybrid(), 16, policy=POLICY),
         "snapshot": lambda: stage.cache.snapshot(stage.e),
@@ -318,12 +459,11 @@ def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
                 make()
             gc.collect(0)
             assert (stage.look(), standin.live_count()) == before, name
-            points += 1
+            tally.add("fault points")
         standin.run_out_after(0, sum(sizes))
         make().close()
         standin.run_out_after(0, 1 << 30)
         stage.end()
-    tally.add("fault points", points)
     stage.close()
 
 

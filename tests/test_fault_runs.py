@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tally
 from decoding import OPTIONS, TRUE, WRONG, Lane
 from fault_runs import ATTENTION, Quick, Run, Stage, sweep
 from standin import StandIn
 
 from memra_driver import capi, ops
 from memra_driver.batch import CacheBatch
-from memra_driver.device import CudaStream
+from memra_driver.device import CudaEvent, CudaSlice, CudaStream
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.round import Round
 
@@ -140,6 +139,7 @@ CHANGES: dict[str, Prepare] = {
     "commit_from_device": lambda s: from_device(s, 2),
     "settle": unsettled,
     "reject": lambda s: opened(s, lambda r: r.reject()),
+    "leave a round": lambda s: opened(s, lambda r: r.__exit__(None, None, None)),
     "prepare_replay": lambda s: (swapped(s, 2), lambda: s.cache.prepare_replay(s.e))[1],
     "prepare_replay at home": lambda s: lambda: s.cache.prepare_replay(s.e),
     "to_numpy": lambda s: s.cache.kv[1].k.to_numpy,
@@ -234,26 +234,109 @@ ALONE: dict[str, Prepare] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [*((name, n) for name in CHANGES for n in (1, 2)), *((name, 1) for name in ALONE)]
-)
+# What streams, events and devices offer beside a cache.
+
+
+def bytes_of(s: Stage, call: Callable[[Any, Any], Any]) -> Run:
+    """`call` with 64 bytes of the last device and 64 of the first."""
+    a, b = s.devices[-1].alloc_u8(64), s.e.alloc_u8(64)
+    s.keep += [a, b]
+    return lambda: call(a, b)
+
+
+def events_of(s: Stage, call: Callable[[CudaEvent, CudaEvent], Any]) -> Run:
+    """`call` with two events that have passed."""
+    start, end = (CudaEvent(s.e.context, timing=True) for _ in range(2))
+    s.keep += [start, end]
+    for each in (start, end):
+        s.e.stream.record(each)
+    s.e.synchronize()
+    return lambda: call(start, end)
+
+
+def launch_of(s: Stage, name: str) -> Run:
+    """A kernel that no operation of a cache launches in the library, over memory of its own."""
+    layer, e = s.cache.kv[1], s.e
+    out, counters, table = e.zeros(2 * 64), e.htod_i32([0] * 4), e.alloc_u8(24)
+    table.copy_from(np.array([out.ptr, counters.ptr, 16], np.uint64).view(np.uint8))
+    s.keep += [out, counters, table]
+    shape = 64, 64, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format
+    args: dict[str, tuple[Any, ...]] = {
+        "copy_many": (table, 1, None, 0), "copy_rows": (out, out.view(64), 64, 64, 1, 64, None, 0),
+        "dequant_kv": (layer.k, layer.v, 0, 1, 32, *shape, out, out.view(64), 0, None, 0),
+        "set_counters": (counters, 1, 2, 1, 0, 2, 0, None, 0),
+    }  # fmt: skip
+    return lambda: e.launch(name, *args[name])
+
+
+STREAMS: dict[str, Prepare] = {
+    "memcpy_dtod": lambda s: bytes_of(s, lambda a, b: s.e.stream.memcpy_dtod(b.ptr, b.ptr + 32, 32)),
+    "memcpy_htod": lambda s: bytes_of(s, lambda a, b: s.e.stream.memcpy_htod(b.ptr, np.ones(64, np.uint8))),
+    "memcpy_dtoh": lambda s: bytes_of(s, lambda a, b: s.e.stream.memcpy_dtoh(np.ones(64, np.uint8), b.ptr)),
+    "memset": lambda s: bytes_of(s, lambda a, b: s.e.stream.memset(b.ptr, 0, 64)),
+    "memset to a value": lambda s: bytes_of(s, lambda a, b: s.e.stream.memset(b.ptr, 7, 64)),
+    "read": lambda s: bytes_of(s, lambda a, b: s.e.stream.read(b.ptr, np.ones(64, np.uint8))),
+    "write": lambda s: bytes_of(s, lambda a, b: s.e.stream.write(b.ptr, np.ones(64, np.uint8))),
+    "query": lambda s: s.e.stream.query,
+    "synchronize": lambda s: s.e.synchronize,
+    "record": lambda s: events_of(s, lambda start, end: s.e.stream.record(end)),
+    "wait": lambda s: events_of(s, lambda start, end: s.e.stream.wait(end)),
+    "query of an event": lambda s: events_of(s, lambda start, end: end.query()),
+    "synchronize with an event": lambda s: events_of(s, lambda start, end: end.synchronize()),
+    "elapsed_ms": lambda s: events_of(s, lambda start, end: end.elapsed_ms(start)),
+    "alloc_bytes": lambda s: kept(s, lambda: CudaSlice(s.e.memory, 64, np.uint8)),
+    "zeros": lambda s: kept(s, lambda: s.e.zeros(16)),
+    "uninit": lambda s: kept(s, lambda: s.e.uninit(16)),
+    "alloc_u8": lambda s: kept(s, lambda: s.e.alloc_u8(64)),
+    "alloc_arena": lambda s: kept(s, lambda: s.e.alloc_arena(512)),
+    "htod_i32": lambda s: kept(s, lambda: s.e.htod_i32([1, 2])),
+    "clone_dtod": lambda s: kept(s, lambda: s.e.clone_dtod(s.cache.kv[1].k)),
+    "set_i32_one": lambda s: bytes_of(s, lambda a, b: s.e.set_i32_one(b.cast(np.int32), 7)),
+    "copy_into": lambda s: bytes_of(s, lambda a, b: s.e.copy_into(b, 0, s.cache.kv[1].k, 32)),
+    "copy_bytes": lambda s: bytes_of(s, lambda a, b: s.e.copy_bytes(b.ptr, b.ptr + 32, 32)),
+    "clear_bytes": lambda s: bytes_of(s, lambda a, b: s.e.clear_bytes(b.ptr, 64)),
+    "copy_many": lambda s: bytes_of(s, lambda a, b: s.e.copy_many([(b.ptr, b.ptr + 32, 16)])),
+    "launch of copy_many": lambda s: launch_of(s, "copy_many"),
+    "launch of copy_rows": lambda s: launch_of(s, "copy_rows"),
+    "launch of dequant_kv": lambda s: launch_of(s, "dequant_kv"),
+    "launch of set_counters": lambda s: launch_of(s, "set_counters"),
+    "the array interface": lambda s: lambda: s.cache.kv[1].k.__cuda_array_interface__,
+    "name": lambda s: s.e.context.name,
+    "arch": lambda s: lambda: s.e.context.arch,
+    "is_alive": lambda s: s.e.context.is_alive,
+    "memory_info": lambda s: s.e.context.memory_info,
+    "pool_info": lambda s: s.e.context.pool_info,
+}
+ACROSS: dict[str, Prepare] = {
+    "copy_into of another device": lambda s: bytes_of(s, lambda a, b: s.e.copy_into(b, 0, a, 64)),
+    "count_from": lambda s: bytes_of(s, lambda a, b: s.e.count_from(s.devices[-1], a.ptr)),
+    "enable_peer": lambda s: partial(s.e.context.enable_peer, s.devices[-1].context),
+}
+ALL = CHANGES | ALONE | STREAMS | ACROSS
+EACH = [
+    *((name, n) for name in CHANGES for n in (1, 2)), *((name, 1) for name in ALONE | STREAMS),
+    *((name, 2) for name in ACROSS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "devices"), EACH)
 def test_each_call(make_dev: MakeDev, standin: StandIn, name: str, devices: int) -> None:
     stage = Stage(make_dev, standin, devices=devices)
-    tally.add("fault points", sweep(stage, (CHANGES | ALONE)[name], several="of two" in name))
+    sweep(stage, ALL[name], several="of two" in name)
     stage.close()
 
 
 @pytest.mark.parametrize("name", ["settle", "digest"])
 def test_each_call_of_what_a_strict_cache_waits_for(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin, options=replace(OPTIONS, strict=True))
-    tally.add("fault points", sweep(stage, (CHANGES | ALONE)[name]))
+    sweep(stage, ALL[name])
     stage.close()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_each_call_of_truncate(make_dev: MakeDev, standin: StandIn, devices: int) -> None:
     stage = Stage(make_dev, standin, devices=devices, cfg=ATTENTION)
-    tally.add("fault points", sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3)))
+    sweep(stage, lambda s: lambda: s.cache.truncate(s.e, 3))
     stage.close()
 
 
@@ -264,7 +347,7 @@ def test_each_call_where_every_plane_is_an_allocation(
 ) -> None:
     standin.set_attribute(0, 115, int(pools))
     stage = Stage(make_dev, standin, arena=False)
-    tally.add("fault points", sweep(stage, CHANGES[name]))
+    sweep(stage, CHANGES[name])
     stage.close()
 
 
@@ -290,5 +373,5 @@ OF_THE_LIBRARY: dict[str, Prepare] = {
 @pytest.mark.parametrize("cuda_kind", ["c"], indirect=True)
 def test_each_call_of_the_library(make_dev: MakeDev, standin: StandIn, name: str) -> None:
     stage = Stage(make_dev, standin)
-    tally.add("fault points", sweep(stage, OF_THE_LIBRARY[name], several="of two" in name))
+    sweep(stage, OF_THE_LIBRARY[name], several="of two" in name)
     stage.close()

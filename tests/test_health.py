@@ -12,7 +12,7 @@ from memra_driver import ops
 from memra_driver.cache import Cache, CacheState
 from memra_driver.errors import HealthError
 from memra_driver.formats import FormatPolicy
-from memra_driver.health import Fault
+from memra_driver.health import Fault, FaultCount
 from memra_driver.plan import CacheOptions
 
 Array = np.ndarray[Any, Any]
@@ -71,6 +71,27 @@ def test_conv_and_prep_report_runs_of_32_and_gates(dev: Any) -> None:
         )  # fmt: skip
         seen = cache.health().faults[Fault.NONFINITE]
         assert (seen.count, seen.slot, seen.layer) == (3, 1, 0)  # a run of q, a run of v, one gate
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["gdn_prep", "recur_step"])
+@pytest.mark.parametrize("spoiled", [("dt_bias",), ("a",), ("dt_bias", "a"), ("alpha", "a")], ids="+".join)
+def test_a_constant_of_the_gates_that_is_not_finite_counts_once_for_each_row_and_head(
+    dev: Any, spoiled: tuple[str, ...], fused: bool
+) -> None:
+    gates = {"alpha": np.ones((2, 2), np.float32), "beta": np.ones((2, 2), np.float32)}
+    gates |= {"dt_bias": np.ones(2, np.float32), "a": -np.ones(2, np.float32)}
+    for name in spoiled:
+        gates[name][..., 1] = np.nan if name == "a" else -np.inf
+    with new(dev, tiny(n_layer=1)) as cache:
+        given = [put(dev, array) for array in gates.values()]
+        rows = put(dev, np.ones((2, 128), np.float32))
+        if fused:
+            w, out = put(dev, np.ones((128, 4), np.float32)), dev.uninit(2 * 2 * 32)
+            ops.recur_step(dev, cache, 0, rows, w, *given, out, eps=1e-6, scale=0.2)
+        else:
+            made = [dev.uninit(2 * 2 * 32) for _ in range(3)] + [dev.uninit(2 * 2) for _ in range(2)]
+            ops.gdn_prep(dev, cache, 0, rows, *given, *made, eps=1e-6)
+        assert cache.health().faults == {Fault.NONFINITE: FaultCount(2, 0, 0)}
 
 
 def test_a_scale_that_f16_cannot_hold_is_reported_and_finite_inputs_only(dev: Any) -> None:

@@ -175,8 +175,8 @@ def test_rings_equal_the_vectors_and_outputs_agree(cuda: Any, as_recorded: Any, 
         "health": None, "layer": 0,
     }  # fmt: skip
     got = run(cuda, "conv_update", **args)
-    assert got.conv_state.tobytes() == case["states"].reshape(case.rows, -1)[-1].tobytes()
-    assert as_recorded(got.out, case["out"]), worst(got.out, case["out"])
+    assert got.conv_state.tobytes() == case.expected("states").reshape(case.rows, -1)[-1].tobytes()
+    assert as_recorded(got.out, case.expected("out")), worst(got.out, case["out"])
 
 
 # ---------------------------------------------------------------- gdn_prep
@@ -312,12 +312,12 @@ def test_operands_outputs_and_states_agree_with_the_vectors(
     args = prep_args(rng, case.rows, case.num_k, case.num_v, case.d_state)
     args |= {name: case[name] for name in ("conv_out", "alpha", "beta_raw", "dt_bias", "a")} | {"eps": case.eps}
     prepared = run(cuda, "gdn_prep", **args)
-    operands = {name: case[name] for name in ("q", "k", "v", "g_log", "beta")}
+    operands = {name: case.expected(name) for name in ("q", "k", "v", "g_log", "beta")}
     for name, expected in operands.items():
         got = getattr(prepared, name)
         assert as_recorded(got, expected), f"{name}: {worst(got, expected)}"
     args = scan_args(rng, case.rows, case.num_v, case.d_state) | operands
     args |= {"state_in": case["state0"], "scale": case.scale}
     scanned = run(cuda, "gdn_scan", **args)
-    assert as_recorded(scanned.out, case["out"]), worst(scanned.out, case["out"])
-    assert as_recorded(scanned.state_out, case["state_final"]), worst(scanned.state_out, case["state_final"])
+    assert as_recorded(scanned.out, case.expected("out")), worst(scanned.out, case["out"])
+    assert as_recorded(scanned.state_out, case.expected("state_final")), worst(scanned.state_out, case["state_final"])

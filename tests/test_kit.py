@@ -103,7 +103,7 @@ def test_the_bytes_of_the_reference_kernels_are_in_it(small: Kit) -> None:
         given, after = (arrays_of(small, found[case.case], role) for role in ("in", "out"))
         for side in "kv":
             assert given[f"{side}_rows"].tobytes() == case[f"{side}_rows"].tobytes(), case.case
-            want = case[f"{side}_out"]
+            want = case.expected(f"{side}_out")
             if "except_block" in case:  # where 1/d overflows we store other codes, on purpose
                 token = (want.size - 8) // case.max_ctx
                 want = want[: token * (case.t0 + case.except_block["row"])]

@@ -229,6 +229,7 @@ def test_a_raw_change_of_the_manifest_is_refused_or_found(tiny: Path, tmp_path: 
         at, gone, come = (int(chance.integers(0, limit)) for limit in (len(text), 3, 3))
         raw = text[:at] + bytes(chance.integers(32, 127, come, np.uint8)) + text[at + gone :]
         (tmp_path / "kit" / "manifest.json").write_bytes(raw)
+        tally.add("fuzz inputs")
         try:
             outcomes["differs" if kit.compare(whole, tmp_path / "kit") else "same"] += 1
         except KitError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memra_driver import nvrtc
+from memra_driver import get_cubins, nvrtc
 from memra_driver.errors import CompileError, ConfigError
 
 ARCH = "sm_90"
@@ -265,7 +265,14 @@ def test_an_architecture_is_spelled_one_way(arch: str, folder: Path) -> None:
 
 def test_an_architecture_that_nvrtc_does_not_know_is_a_compile_error(folder: Path, cache: Path) -> None:
     with pytest.raises(CompileError, match="gpu-architecture"):
-        nvrtc.compile_cubin("store.cu", "sm_11", folder)
+        nvrtc.compile_cubin("store.cu", "sm_990", folder)
+
+
+@pytest.mark.parametrize("arch", ["sm_11", "sm_75", "sm_79"])
+def test_an_architecture_older_than_the_kernels_need_is_refused_before_the_compiler(arch: str) -> None:
+    for call in (lambda: get_cubins(arch), lambda: nvrtc.compile_cubin("attend.cu", arch)):
+        with pytest.raises(ConfigError, match=rf"^architecture {arch}; the kernels need sm_80 or newer"):
+            call()
 
 
 def test_compile_all_covers_every_pair(folder: Path, cache: Path) -> None:

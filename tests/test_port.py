@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tally
 
+from memra_driver import kit
+
 PORT = Path(__file__).parent / "port"
 PARTS = ("formats.h", "ops.h", "plan.h", "cache.h")  # the port itself; the others read the kit and compare
 CC = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -36,9 +38,9 @@ def build(source: Path, program: Path, *options: str) -> Path:
     return program
 
 
-def run(program: Path, kit: Path) -> tuple[int, str]:
+def run(program: Path, folder: Path) -> tuple[int, str]:
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the program keeps what it reads until it ends
-    done = subprocess.run([str(program), str(kit)], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([str(program), str(folder)], capture_output=True, text=True, timeout=120, env=env)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -47,6 +49,17 @@ def test_the_port_passes_the_whole_kit(small_kit: Path, tmp_path: Path) -> None:
     cases = (small_kit / "manifest.json").read_text().count('"id": ')
     tally.add("vectors", (small_kit / "manifest.json").read_text().count('"role": "out"'))
     assert run(program, small_kit) == (0, f"all {cases} cases\n")
+
+
+def test_the_port_passes_the_larger_shapes_too_in_a_kit_of_the_size_that_is_promised(tmp_path: Path) -> None:
+    kit.export(tmp_path / "kit")
+    manifest = (tmp_path / "kit" / "manifest.json").read_text()
+    cases = manifest.count('"id": ')
+    assert run(build(PORT, tmp_path / "port", "-O2"), tmp_path / "kit") == (0, f"all {cases} cases\n")
+    tally.add("vectors", manifest.count('"role": "out"'))
+    n_bytes = sum(path.stat().st_size for path in (tmp_path / "kit").iterdir())
+    (promised,) = re.findall(r"larger shapes, (\d+) MB", (PORT.parent.parent / "README.md").read_text())
+    assert n_bytes == pytest.approx(int(promised) * 1e6, rel=0.05)
 
 
 def test_the_port_passes_it_without_a_step_beside_its_memory(small_kit: Path, tmp_path: Path) -> None:

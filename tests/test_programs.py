@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tally
 from geometries import GEOMETRIES
 from hypothesis import HealthCheck, note, seed, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.program.close()
+        tally.add(tally.EXAMPLES)
 
 
 def profile(examples: int, calls: int) -> settings:

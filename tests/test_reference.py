@@ -76,7 +76,7 @@ def test_append_leaves_the_bytes_of_the_reference_kernels(case: Case) -> None:
     layer = layer_of(case)
     layer.append(case["k_rows"], case["v_rows"], case.t0, case.rows)
     got = without_exception(case, layer, layer.k, layer.v)
-    expected = without_exception(case, layer, case["k_out"], case["v_out"])
+    expected = without_exception(case, layer, case.expected("k_out"), case.expected("v_out"))
     assert same_bits(got[0], expected[0])
     assert same_bits(got[1], expected[1])
     assert layer.len_d[0] == case.t0 + case.rows
@@ -87,8 +87,8 @@ def test_dequant_gives_the_floats_of_the_reference_kernels(case: Case) -> None:
     layer = layer_of(case)
     layer.k, layer.v = case["k_out"], case["v_out"]
     k_out, v_out = layer.dequant(case.t0, case.rows)
-    assert same_floats(k_out, case["k_dequant"])
-    assert same_floats(v_out, case["v_dequant"])
+    assert same_floats(k_out, case.expected("k_dequant"))
+    assert same_floats(v_out, case.expected("v_dequant"))
 
 
 @pytest.mark.parametrize(("k_format", "v_format"), PAIRS)

@@ -25,7 +25,7 @@ def convolve(x: Array, w: Array, ring: Array, rows: int, d_conv: int, health: An
 @pytest.mark.parametrize("case", cases("conv_update"), ids=name_of)
 def test_conv_rings_equal_the_vectors_and_outputs_agree(case: Case) -> None:
     x, w, ring, dim = case["x"], case["w"], case["state0"], case.conv_dim
-    states, expected = case["states"].reshape(case.rows, -1), case["out"].reshape(case.rows, -1)
+    states, expected = case.expected("states").reshape(case.rows, -1), case.expected("out").reshape(case.rows, -1)
     for t in range(case.rows):
         out = convolve(x[t * dim : (t + 1) * dim], w, ring, 1, case.d_conv)
         assert same_bits(ring, states[t])
@@ -35,7 +35,7 @@ def test_conv_rings_equal_the_vectors_and_outputs_agree(case: Case) -> None:
 @pytest.mark.parametrize("case", cases("conv_update"), ids=name_of)
 @pytest.mark.parametrize("from_device", [False, True])
 def test_a_ring_rebuilt_after_t_rows_is_the_ring_after_t_rows(case: Case, from_device: bool) -> None:
-    states = [case["state0"], *case["states"].reshape(case.rows, -1)]
+    states = [case["state0"], *case.expected("states").reshape(case.rows, -1)]
     for accept, state in enumerate(states):
         for in_place in (False, True):
             old = case["state0"]
@@ -128,14 +128,14 @@ def test_prep_and_scan_agree_with_the_vectors(case: Case) -> None:
     inputs = [case[name] for name in ("conv_out", "alpha", "beta_raw", "dt_bias", "a")]
     got = prepare(inputs, case.rows, case.num_k, case.num_v, case.d_state, case.eps)
     for name, array in zip(OPERANDS, got, strict=True):
-        assert close(array, case[name]), name
+        assert close(array, case.expected(name)), name
     assert same_bits(got[2], case["v"])
     operands = [case[name] for name in OPERANDS]
     out, state = scan(operands, case["state0"], case.rows, case.num_v, case.d_state, case.scale)
-    assert close(out, case["out"])
-    assert close(state, case["state_final"])
+    assert close(out, case.expected("out"))
+    assert close(state, case.expected("state_final"))
     two = [array[: array.size // case.rows * 2] for array in operands]
-    assert close(scan(two, case["state0"], 2, case.num_v, case.d_state, case.scale)[1], case["state_after_2"])
+    assert close(scan(two, case["state0"], 2, case.num_v, case.d_state, case.scale)[1], case.expected("state_after_2"))
 
 
 def split(arrays: list[Array], rows: int, t: int) -> list[Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ from memra_driver.kvdev import CudaDev, HostDev
 from memra_driver.round import Round
 from memra_driver.rules import CacheRules
 from memra_driver.snapshot import CacheSnapshot
-from memra_driver.soak import IN_TIME, Soak
+from memra_driver.soak import IN_TIME, INTERRUPTED, Soak
 from memra_driver.soak.look import Difference, first_change, near, same, same_bytes
 from memra_driver.soak.program import Part
 
@@ -183,7 +184,24 @@ def test_what_is_found_is_told_and_the_soak_goes_on(
     assert told.count("FAULT") == 1
     assert "again: memra-driver check --device host --small --soak-seed 3\n" in told
     assert len(set(seen)) > 1
-    assert " 1 faults found in " in told.splitlines()[-1]
+    assert " 1 fault found in " in told.splitlines()[-1]
+
+
+def test_one_program_alone_is_told_with_its_time_and_what_the_end_finds_is_told_too(
+    standin: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = ["check", "--device", "cuda:0", "--small", "--soak-seed", "3"]
+    assert cli.main(alone) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("1 program, ")
+    assert "(0.0 programs, 0 steps, 0.0 MB a second)" not in told
+    assert cli.main([*alone, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] > 0
+    monkeypatch.setattr(Soak, "_memory", staticmethod(lambda context, when: {f"pool_bytes_{when}": len(when)}))
+    assert cli.main(alone) == 1
+    told = capsys.readouterr().out
+    assert "FAULT seed 3, part 0, step 0, the end: the driver's pool says that -1 bytes were never given back\n" in told
+    assert " 1 fault found in " in told.splitlines()[-1]
 
 
 def test_a_difference_is_told_by_its_first_byte_and_token() -> None:
@@ -222,6 +240,26 @@ def test_ctrl_c_ends_it_with_the_report_so_far(
     assert status == 130, str(told["faults"])
     assert (told["ended"], told["programs"], told["faults_found"]) == ("interrupted", 1, 0)
     assert told["steps"] > 5
+
+
+def test_ctrl_c_is_heard_wherever_the_wait_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it counts what its threads have done, which go on then."""
+    looked: list[int] = []
+
+    class Tally:
+        @property
+        def steps(self) -> int:
+            looked.append(0)
+            if len(looked) == 1:
+                raise KeyboardInterrupt
+            return len(looked)
+
+    done = threading.Event()
+    soak = Soak(lambda arena: HostDev(arena=arena), 1, small=True)
+    part: Any = types.SimpleNamespace(tally=Tally())
+    threading.Timer(0.6, done.set).start()
+    assert soak._let_run([lambda: done.wait(5)], [part]) == [True]
+    assert (soak.report.ended, done.is_set()) == (INTERRUPTED, True)
 
 
 @pytest.mark.misuse

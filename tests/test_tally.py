@@ -17,7 +17,8 @@ from hypothesis import given, settings, strategies as st
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_that_passes(n):
     tally.add("fault points", n)
-    tally.add("vectors")
+    tally.once("vectors", "one")
+    tally.once("vectors", "one")
 
 def test_that_fails():
     tally.add("fault points", 100)
@@ -40,9 +41,12 @@ def test_whose_fixture_counts_and_its_end_does_not(prepared, request):
 @given(st.integers(0, 10**9))
 def test_with_examples(number):
     tally.add("fuzz inputs")
+
+def test_that_runs_a_machine_by_itself():
+    tally.add("examples", 3)
 """
 EXPECTED = [
-    "laws: 5 tests passed, 7 examples of hypothesis among them",
+    "laws: 6 tests passed, 10 examples of hypothesis among them",
     "fault points: 6 driver calls made to fail",
     "vectors: 3 recorded arrays, of the original kernels and of kits, that results were held against",
     "fuzz inputs: 23",
@@ -55,7 +59,7 @@ def test_the_end_of_a_run_tells_the_sums_of_all_processes(tmp_path: Path, proces
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {Path(__file__).parent}\n")
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "tally", "-p", "no:cacheprovider", "-n", processes]
     done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert re.search("1 failed, 5 passed, 1 skipped", done.stdout), done.stdout + done.stderr
+    assert re.search("1 failed, 6 passed, 1 skipped", done.stdout), done.stdout + done.stderr
     told = [line for line in done.stdout.splitlines() if line.partition(":")[0] in ("laws", *tally.LINES)]
     assert told == EXPECTED
 

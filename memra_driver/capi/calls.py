@@ -15,7 +15,7 @@ import numpy as np
 
 from memra_driver.capi.device import LibraryDevice, bind, library_device
 from memra_driver.capi.library import Library, whole
-from memra_driver.errors import MemraError, StateError
+from memra_driver.errors import DriverError, MemraError, StateError
 from memra_driver.health import Health
 from memra_driver.interop import operand
 from memra_driver.layout import CacheState, HealthC, SnapshotC
@@ -204,7 +204,10 @@ def capture(e: Any, *, yours: bool = False) -> Iterator[LibraryGraph]:
             made = ctypes.c_void_p()
             device.call("memra_capture_end", ctypes.byref(made))
         except BaseException:
-            device.call("memra_capture_abandon")
+            try:
+                device.call("memra_capture_abandon")
+            except DriverError:
+                device.call("memra_capture_abandon")  # where the stream goes on; else it does nothing
             raise
         finally:
             device.open_graph = None

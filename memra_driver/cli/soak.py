@@ -23,13 +23,20 @@ def soak(
 
     drawn = secrets.randbelow(10**9) if first is None else first
     soaking = Soak(make, drawn if only is None else only, small=small)
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        for each in [] if as_json else soaking.report.findings[told:]:
+            print(each.line(), flush=True)
+        told = len(soaking.report.findings)
+
     try:
-        found = iter(soaking.program(only)) if only is not None else soaking.run(60 * (minutes or 0))
-        for each in found:
-            if not as_json:
-                print(each.line(), flush=True)
+        for _ in soaking.run(60 * (minutes or 0)) if only is None else soaking.alone(only):
+            tell()
     finally:
         soaking.close()
+    tell()  # what was never given back shows at the end
     report = soaking.report
     if as_json:
         print(json.dumps({"kernel_sources": nvrtc.sources_hash()} | report.as_json(), indent=2))

@@ -37,6 +37,10 @@ PATIENCE_SECONDS = 180  # for one call
 MOST_FINDINGS = 100
 
 
+def _n(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Finding:
     """What a program found. step: calls of its part so far; call: the last of them; again: what runs it alone."""
@@ -86,8 +90,9 @@ class Report:
         """In one line."""
         rate = 1 / self.seconds if self.seconds else 0.0
         return (
-            f"{self.programs:,} programs, {self.steps:,} steps on {self.caches:,} caches, {self.refused:,} refusals,"
-            f" {self.bytes_compared:,} bytes compared, {len(self.findings)} faults found in {self.seconds:.1f} s"
+            f"{_n(self.programs, 'program')}, {_n(self.steps, 'step')} on {_n(self.caches, 'cache')},"
+            f" {_n(self.refused, 'refusal')}, {_n(self.bytes_compared, 'byte')} compared,"
+            f" {_n(len(self.findings), 'fault')} found in {self.seconds:.1f} s"
             f" ({self.programs * rate:.1f} programs, {self.steps * rate:.0f} steps,"
             f" {self.bytes_compared * rate / 1e6:.1f} MB a second) on {self.device}"
             f"{'' if self.ended == IN_TIME else f'; {self.ended}'}"
@@ -126,6 +131,13 @@ class Soak:
             timer.cancel()
             self._stop.set()
             self.report.seconds = time.monotonic() - began
+
+    def alone(self, seed: int) -> Iterator[Finding]:
+        """The one program of that seed."""
+        began = time.monotonic()
+        found = self.program(seed)
+        self.report.seconds = time.monotonic() - began
+        yield from found
 
     def program(self, seed: int) -> list[Finding]:
         """Runs one program; returns what it found."""
@@ -234,25 +246,28 @@ class Soak:
             finally:
                 ended[number].set()
 
-        for number in range(len(jobs)):
-            threading.Thread(target=run, args=(number,), daemon=True).start()
+        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(jobs))]
         steps, since = -1, 0.0
-        while not all(each.is_set() for each in ended):
-            try:
+        while True:
+            try:  # around all of it: Ctrl-C may come at any point, and the threads must be waited for
+                while threads:
+                    threads.pop(0).start()
                 for each in ended:
                     each.wait(POLL_SECONDS)
+                if all(each.is_set() for each in ended):
+                    break
+                done = sum(part.tally.steps for part in parts)
+                if done != steps:
+                    steps, since = done, time.monotonic()
+                elif time.monotonic() - since > PATIENCE_SECONDS:
+                    self.report.ended = "the device does not answer any more"
+                    self._devices.clear()  # to close them would wait as well
+                    break
             except KeyboardInterrupt:
                 if self.report.ended == INTERRUPTED:
                     raise  # for the second time
                 self._stop.set()
                 self.report.ended = INTERRUPTED
-            done = sum(part.tally.steps for part in parts)
-            if done != steps:
-                steps, since = done, time.monotonic()
-            elif time.monotonic() - since > PATIENCE_SECONDS:
-                self.report.ended = "the device does not answer any more"
-                self._devices.clear()  # to close them would wait as well
-                break
         return [each.is_set() for each in ended]
 
     def _told(self, error: BaseException) -> str:
