@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
+    _keep_cubins()
     drawn = 1 + secrets.randbits(31)
     config.option.seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed") or drawn)
     if config.getoption("--deferred"):
@@ -74,6 +75,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """A process of xdist gets the seed that is printed at the end."""
     node.workerinput["seed"] = node.config.option.seed
+
+
+def _keep_cubins() -> None:
+    """Lets a process look for each cubin of the usual folders once: every device would hash all the texts anew."""
+    from memra_driver import nvrtc
+
+    def folders() -> tuple[Path | None, ...]:
+        return nvrtc.source_dir(), nvrtc.prebuilt_dir(), nvrtc.cache_dir()
+
+    found, usual = nvrtc.compile_cubin, folders()
+    kept = functools.cache(found)
+
+    @functools.wraps(found)
+    def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:
+        return kept(source, arch) if folder is None and folders() == usual else found(source, arch, folder)
+
+    nvrtc.compile_cubin = compile_cubin
 
 
 def _keep_context() -> None:

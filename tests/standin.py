@@ -22,8 +22,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 CUDA_SRC = TESTS.parent / "cuda_src"
@@ -166,8 +166,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call that created, destroyed, enqueued or waited, or one node of a graph that was launched.
 
     `dst` and `src` are addresses or handles: an allocation or creation returns in `dst`, a free, destroy, event

@@ -24,6 +24,7 @@ from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache, CacheState
 from memra_driver.device import CudaContext, CudaEvent, CudaStream
 from memra_driver.errors import DriverError, DriverOutOfMemory, MemraError, OutOfMemory
+from memra_driver.kernels import KERNELS
 from memra_driver.kvdev import CudaDev
 from memra_driver.plan import CacheOptions
 
@@ -275,15 +276,45 @@ def test_each_call_of_the_end_of_a_device_that_has_worked(
         standin.trace_queries(False)
 
 
+def loads(kind: str) -> list[Callable[[Any], Any]]:
+    """What loads kernels at their first use, as small as it is: a kernel of a CudaDev, a source file of a CDev."""
+    if kind == "CudaDev":
+        return [lambda e, name=name: e.kernels.plan(name) for name in KERNELS]
+    return [lambda e, source=source: e.c.load(source) for source in sorted({k.source for k in KERNELS.values()})]
+
+
 @pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
 def test_each_call_that_loads_kernels(standin: StandIn, c_library: Any, kind: str) -> None:
     made = CudaDev if kind == "CudaDev" else capi.CDev
     each = Sweep(standin)
     standin.trace_queries()
     with CudaContext(0):
+        for load in loads(kind):
+            with made(0) as e:
+                calls = each.calls_of(lambda e=e, load=load: load(e))
+            assert "cuLibraryLoadData" in calls
+            for nth in range(1, len(calls) + 1):
+                with made(0) as e:
+                    each.fail(nth, calls, partial(load, e))
+                    load(e)
+    each.check_balance()
+    tally.add("fault points", each.points)
+    standin.trace_queries(False)
+
+
+@pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
+def test_a_library_or_kernel_that_does_not_load_among_all_leaves_the_others(
+    standin: StandIn, c_library: Any, kind: str
+) -> None:
+    made = CudaDev if kind == "CudaDev" else capi.CDev
+    each = Sweep(standin)
+    standin.trace_queries()
+    with CudaContext(0):
         with made(0) as e:
             calls = each.calls_of(e.kernels.load_all)
-        for nth in range(1, len(calls) + 1):
+        begins = [nth for nth, name in enumerate(calls, 1) if name in ("cuLibraryLoadData", "cuLibraryGetKernel")]
+        assert len(begins) == len({k.source for k in KERNELS.values()}) + len(KERNELS)
+        for nth in begins:
             with made(0) as e:
                 each.fail(nth, calls, e.kernels.load_all)
                 e.kernels.load_all()
