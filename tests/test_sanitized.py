@@ -16,8 +16,8 @@ from memra_driver.kernels import KERNELS
 pytestmark = pytest.mark.standin
 
 FILES = (
-    "test_kernels.py", "test_kernels_recurrent.py", "test_kernels_batch.py", "test_kernel_order.py",
-    "test_recur_step.py",
+    "test_kernels.py", "test_kernels_recurrent.py", "test_kernels_batch.py", "test_recur_step.py",
+    "test_kernel_order.py::test_threads_and_blocks_may_run_in_any_order",
 )  # fmt: skip
 ATTEND = (  # the shapes that take long run on the plain build only
     "test_attend_laws.py::test_rows_together_give_the_bits_of_rows_alone",
