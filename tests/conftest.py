@@ -7,6 +7,7 @@ have one name and never share a process.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import echo_kernels
 import gpu_results
 import numpy as np
+import order
 import pytest
 import standin as standin_module
 import tally
@@ -57,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tally)
+    config.pluginmanager.register(order)
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
@@ -78,14 +81,20 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _keep_cubins() -> None:
-    """Lets a process look for each cubin of the usual folders once: every device would hash all the texts anew."""
+    """Lets a process look for each cubin of the usual folders once, since every device would hash all the texts anew;
+    and where several lack it, lets one compile it."""
     from memra_driver import nvrtc
 
     def folders() -> tuple[Path | None, ...]:
         return nvrtc.source_dir(), nvrtc.prebuilt_dir(), nvrtc.cache_dir()
 
     found, usual = nvrtc.compile_cubin, folders()
-    kept = functools.cache(found)
+
+    @functools.cache
+    def kept(source: str, arch: str) -> bytes:
+        with open(standin_module.cache_dir() / f"{source}.{arch}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return found(source, arch)
 
     @functools.wraps(found)
     def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:

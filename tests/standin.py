@@ -33,8 +33,8 @@ SANITIZED = os.environ.get("MEMRA_CPU_SANITIZE") == "1"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 _DRIVER_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _KERNEL_FLAGS = (
-    "-x", "c++", "-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing",
-    "-DMEMRA_CPU", "-Wall", "-Wno-unknown-pragmas", "-I", str(SHIM), "-I", str(CUDA_SRC),
+    "-x", "c++", "-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-strict-aliasing", "-DMEMRA_CPU", "-Wall", "-Wno-unknown-pragmas", "-I", str(SHIM), "-I", str(CUDA_SRC),
 )  # fmt: skip
 # Shared arrays live in a section of their own; without this they would get no red zones. With -O2 the compiler takes
 # twice as long, and what it makes is hardly faster.
