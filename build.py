@@ -328,7 +328,8 @@ def test(args: List[str]) -> int:
         return pytest(args)
     devices = probe()["devices"]
     say(f"GPUs: {devices}" + ("" if devices else ", so the tests that need one are left out"))
-    statuses = [pytest(["-n", "auto", *args])]  # a process per core; `-n0` among the arguments makes it one
+    # A process per core; `-n0` among the arguments makes it one. Tests go to whoever is done with its own.
+    statuses = [pytest(["-n", "auto", "--dist", "worksteal", *args])]
     if devices:
         statuses.append(pytest(["--gpu", *args]))
     # 5 is pytest's "no test selected": arguments may well name tests of one of the two only.

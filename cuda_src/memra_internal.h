@@ -371,4 +371,17 @@ int memra_check_launches(
 struct memra_graph *memra_graph_of_thread(void);  /* the capture that this thread began last; NULL: it is over */
 int memra_graph_note_taps(struct memra_graph *graph, const memra_cache *cache);
 
+/* ---- memra_sha256.c ---- */
+
+typedef struct memra_sha256 {
+    uint32_t h[8];
+    uint64_t n_bytes;
+    uint8_t block[64];
+    bool by_instructions;  /* that the processor has for it */
+} memra_sha256;
+
+void memra_sha256_begin(memra_sha256 *sha);
+void memra_sha256_update(memra_sha256 *sha, const void *data, size_t n);
+void memra_sha256_finish(memra_sha256 *sha, char hex[65]);
+
 #endif

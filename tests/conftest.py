@@ -7,6 +7,7 @@ have one name and never share a process.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import echo_kernels
 import gpu_results
 import numpy as np
+import order
 import pytest
 import standin as standin_module
 import tally
@@ -59,10 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tally)
+    config.pluginmanager.register(order)
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     # Compiled kernels are kept for all tests of this and later runs, apart from the user's own.
     os.environ["MEMRA_CACHE_DIR"] = str(standin_module.cache_dir() / "nvrtc")
+    _keep_cubins()
     drawn = 1 + secrets.randbits(31)
     config.option.seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed") or drawn)
     if config.getoption("--deferred"):
@@ -76,6 +80,29 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """A process of xdist gets the seed that is printed at the end."""
     node.workerinput["seed"] = node.config.option.seed
+
+
+def _keep_cubins() -> None:
+    """Lets a process look for each cubin of the usual folders once, since every device would hash all the texts anew;
+    and where several lack it, lets one compile it."""
+    from memra_driver import nvrtc
+
+    def folders() -> tuple[Path | None, ...]:
+        return nvrtc.source_dir(), nvrtc.prebuilt_dir(), nvrtc.cache_dir()
+
+    found, usual = nvrtc.compile_cubin, folders()
+
+    @functools.cache
+    def kept(source: str, arch: str) -> bytes:
+        with open(standin_module.cache_dir() / f"{source}.{arch}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return found(source, arch)
+
+    @functools.wraps(found)
+    def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:
+        return kept(source, arch) if folder is None and folders() == usual else found(source, arch, folder)
+
+    nvrtc.compile_cubin = compile_cubin
 
 
 def _keep_context() -> None:

@@ -310,7 +310,7 @@ def test_the_exit_status_is_the_worse_of_both_processes(
     monkeypatch.setattr(build, "probe", lambda: {"nvrtc": True, "devices": devices})
     monkeypatch.setattr(build, "pytest", pytest_process)
     assert build.test(["-q"]) == worst
-    assert asked == [["-n", "auto", "-q"], ["--gpu", "-q"]][: len(statuses)]
+    assert asked == [["-n", "auto", "--dist", "worksteal", "-q"], ["--gpu", "-q"]][: len(statuses)]
 
 
 def test_a_crashed_pytest_is_a_failure(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,7 @@ def test_check_is_green_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("ok ") for line in lines[:-1])
 
 
+@pytest.mark.long(10)
 def test_check_is_green_on_the_stand_in(standin: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--device", "cuda:0", "--small", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -237,6 +238,7 @@ def test_check_is_green_on_the_stand_in(standin: Any, capsys: pytest.CaptureFixt
     assert max(each["worst"] for each in found["results"]) > 0
 
 
+@pytest.mark.long(9)
 @pytest.mark.gpu
 def test_check_is_green_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--device", "cuda:0"]) == 0, capsys.readouterr().out
@@ -253,6 +255,7 @@ def test_a_flipped_line_of_a_kernel_turns_check_red(
     assert not check.replay(make_dev("cuda", arena=False), tmp_path / "red.npz").fault
 
 
+@pytest.mark.long(20)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("entry", "source", "old", "new"), IN_PTX)
 def test_a_flipped_line_that_only_a_gpu_runs_turns_check_red(
@@ -268,6 +271,7 @@ def test_a_flipped_line_that_only_a_gpu_runs_turns_check_red(
     assert not check.replay(make_dev("cuda", arena=False), tmp_path / "red.npz").fault
 
 
+@pytest.mark.long(8)
 @pytest.mark.parametrize(("entry", "source", "old", "new"), IN_PTX)
 def test_a_flipped_line_that_only_a_gpu_runs_reaches_the_image_that_is_loaded(
     standin: standin_module.StandIn, make_dev: Any, tmp_path: Path, entry: str, source: str, old: str, new: str

@@ -28,6 +28,7 @@ from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache, CacheState
 from memra_driver.device import CudaContext, CudaEvent, CudaStream
 from memra_driver.errors import DriverError, DriverOutOfMemory, MemraError, OutOfMemory
+from memra_driver.kernels import KERNELS
 from memra_driver.kvdev import CudaDev
 from memra_driver.plan import CacheOptions
 
@@ -375,6 +376,51 @@ def test_each_call_of_the_end_of_a_device_that_has_worked(
         standin.trace_queries(False)
 
 
+def loads_of_each(kind: str) -> list[Callable[[Any], Any]]:
+    """What loads kernels at their first use, as small as it is: a kernel of a CudaDev, a source file of a CDev."""
+    if kind == "CudaDev":
+        return [lambda e, name=name: e.kernels.plan(name) for name in KERNELS]
+    return [lambda e, source=source: e.c.load(source) for source in sorted({k.source for k in KERNELS.values()})]
+
+
+@pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
+def test_each_call_that_loads_each_kernel(standin: StandIn, c_library: Any, kind: str) -> None:
+    made = CudaDev if kind == "CudaDev" else capi.CDev
+    each = Sweep(standin)
+    standin.trace_queries()
+    with CudaContext(0):
+        for load in loads_of_each(kind):
+            with made(0) as e:
+                calls = each.calls_of(lambda e=e, load=load: load(e))
+            assert "cuLibraryLoadData" in calls
+            for nth in range(1, len(calls) + 1):
+                with made(0) as e:
+                    each.fail(nth, calls, partial(load, e))
+                    load(e)
+    each.check_balance()
+    standin.trace_queries(False)
+
+
+@pytest.mark.parametrize("kind", ["CudaDev", "CDev"])
+def test_a_library_or_kernel_that_does_not_load_among_all_leaves_the_others(
+    standin: StandIn, c_library: Any, kind: str
+) -> None:
+    made = CudaDev if kind == "CudaDev" else capi.CDev
+    each = Sweep(standin)
+    standin.trace_queries()
+    with CudaContext(0):
+        with made(0) as e:
+            calls = each.calls_of(e.kernels.load_all)
+        begins = [nth for nth, name in enumerate(calls, 1) if name in ("cuLibraryLoadData", "cuLibraryGetKernel")]
+        assert len(begins) == len({k.source for k in KERNELS.values()}) + len(KERNELS)
+        for nth in begins:
+            with made(0) as e:
+                each.fail(nth, calls, e.kernels.load_all)
+                e.kernels.load_all()
+    each.check_balance()
+    standin.trace_queries(False)
+
+
 def opened(context: Any) -> Any:
     return capi.device.LibraryDevice(capi.load(), 0, stream=None)
 
@@ -398,10 +444,8 @@ def from_a_folder(device: Any) -> None:
 
 NOTHING = (None, 0, 0, 0, 0, 0, 0, None, 0)  # arguments of set_counters that set none
 LOADS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "load_all": (DEVICES["CudaDev"], lambda e: e.kernels.load_all()),
     "launch": (DEVICES["CudaDev"], lambda e: e.launch("set_counters", *NOTHING)),
     "prepare": (DEVICES["CudaDev"], lambda e: e.prepare("set_counters", NOTHING)),
-    "load_all of a CDev": (DEVICES["CDev"], lambda e: e.kernels.load_all()),
     "memra_device_load_file": (opened, from_a_file),
     "memra_device_load_folder": (opened, from_a_folder),
 }  # fmt: skip

@@ -53,6 +53,7 @@ def test_every_pointer_of_every_function_may_be_null(program: Path) -> None:
     assert inputs == len(told) + pointers
 
 
+@pytest.mark.long(9)
 def test_no_sequence_of_calls_breaks_a_law(program: Path) -> None:
     done = cfuzz.run(program, "--runs", str(RUNS), "--seed", "1")
     assert done.returncode == 0, done.stderr

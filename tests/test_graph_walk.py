@@ -19,6 +19,7 @@ from memra_driver.config import ModelConfig
 from memra_driver.errors import StateError
 
 
+@pytest.mark.long(13)
 @pytest.mark.parametrize("model", [*GEOMETRIES])
 def test_replays_mix_with_everything_else_and_no_address_ever_changes(
     dev: Any, model: str, request: pytest.FixtureRequest
@@ -29,6 +30,7 @@ def test_replays_mix_with_everything_else_and_no_address_ever_changes(
     player.close()
 
 
+@pytest.mark.long(60)
 @pytest.mark.gpu
 def test_replays_mix_with_everything_else_on_the_geometry_of_a_model(cuda: Any) -> None:
     player = player_on(cuda, ModelConfig.from_preset("qwen3.5-9b"))

@@ -64,7 +64,10 @@ def expanded(source: str) -> str:
 
 @cache
 def ptx_of(source: str) -> str:
-    return nvrtc.compile_ptx(source, "sm_90")
+    """PTX of code that is not optimised: it takes little time, and has the parameters of any other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "--device-debug"))
+        return nvrtc.compile_ptx(source, "sm_90")
 
 
 def declarations(source: str) -> dict[str, str]:

@@ -43,6 +43,7 @@ def profile(examples: int, calls: int) -> settings:
     )  # fmt: skip
 
 
+@pytest.mark.long(12)
 @pytest.mark.parametrize("model", [*GEOMETRIES])
 def test_programs_leave_plain_decoding_and_refuse_what_the_model_foresees(
     dev: Any, model: str, request: pytest.FixtureRequest

@@ -16,8 +16,8 @@ from memra_driver.kernels import KERNELS
 pytestmark = pytest.mark.standin
 
 FILES = (
-    "test_kernels.py", "test_kernels_recurrent.py", "test_kernels_batch.py", "test_kernel_order.py",
-    "test_recur_step.py",
+    "test_kernels.py", "test_kernels_recurrent.py", "test_kernels_batch.py", "test_recur_step.py",
+    "test_kernel_order.py::test_threads_and_blocks_may_run_in_any_order",
 )  # fmt: skip
 ATTEND = (  # the shapes that take long run on the plain build only
     "test_attend_laws.py::test_rows_together_give_the_bits_of_rows_alone",
@@ -52,18 +52,21 @@ def on_the_sanitized_build(*arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.long(120)
 def test_no_kernel_leaves_its_memory_or_does_what_c_leaves_undefined() -> None:
     tests = [f"tests/{each}" for each in (*FILES, *ATTEND)]
     told = on_the_sanitized_build("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not host", *tests)
     assert int(re.findall(r"(\d+) passed", told)[-1]) > 300
 
 
+@pytest.mark.long(14)
 def test_the_c_library_does_neither() -> None:
     tests = [f"tests/{each}" for each in C_LIBRARY]
     told = on_the_sanitized_build("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)
     assert int(re.findall(r"(\d+) passed", told)[-1]) > 100
 
 
+@pytest.mark.long(15)
 def test_check_with_its_large_shapes_of_every_entry_of_attend_finds_nothing_either(tmp_path: Path) -> None:
     arguments = ("check", "--device", "cuda:0", "--save", str(tmp_path / "red.npz"))
     *found, last = on_the_sanitized_build("-c", CHECK, *arguments).splitlines()

@@ -70,9 +70,9 @@ void block_check(const struct block *block, const char *after) {
 
 static void check_rested(const struct block *block, const char *after) {
     const unsigned char *bytes = (unsigned char *)block->ptr;
+    if (bytes[0] == FREED && !memcmp(bytes, bytes + 1, block->size - 1)) return; // as fast as memory is read
     uint64_t i = 0;
-    while (i < block->size && bytes[i] == FREED) i++;
-    if (i == block->size) return;
+    while (bytes[i] == FREED) i++;
     fake_note(after, "byte %llu of a freed allocation of %llu bytes was written", (unsigned long long)i,
               (unsigned long long)block->size);
     memset((void *)block->ptr, FREED, block->size);

@@ -81,7 +81,8 @@ def keep(kind: str, found: dict[str, Any]) -> None:
 def suite() -> list[Line]:
     """Every test, in as many processes as cores; gpu_results.py writes what passed."""
     begin = time.monotonic()
-    pytest = [sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "auto", "--durations=12"]
+    processes = ["-n", "auto", "--dist", "worksteal"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--gpu", *processes, "--durations=30"]
     status, text = called(*pytest, live=True)
     return [("pytest --gpu", status == 0, last_line(text), time.monotonic() - begin)]
 
