@@ -91,6 +91,7 @@ def test_the_end_lets_snapshots_go_and_releases_what_the_library_made(standin: S
     owned = [layout.OwnedC(release=release_c, slice=layout.SliceC(ptr=n)) for n in (11, 12)]
     owned[0].next = ctypes.pointer(owned[1])
     cache.owned = ctypes.pointer(owned[0])
+    standin.finish()
     library().call("memra_cache_free", made)
     assert seen == [(11, 12, CacheState.CLOSED), (12, 0, CacheState.CLOSED)]
     assert [(snap.invalid, bool(snap.next)) for snap in snapshots] == [(Invalid.CACHE_CLOSED, False)] * 2

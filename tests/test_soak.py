@@ -223,6 +223,15 @@ def test_a_difference_is_told_by_its_first_byte_and_token() -> None:
     assert first_change(before, before | {"len": 1}) == "len is new"
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Ctrl-C interrupts Python, also where a shell has started it in the background, with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_ends_it_with_the_report_so_far(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
