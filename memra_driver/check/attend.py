@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from memra_driver.check.case import TOLERANCE, Case, batch, single
 from memra_driver.kernels import ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.oracle_formats import encode
-from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_TAIL
 
 ATTEND_TOLERANCE = 2e-3
 
@@ -140,22 +141,22 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
 
 
 def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
-    """Partial sums of any groups; those without a key are NaN."""
+    """Partial sums of any pieces; those without a key are NaN."""
     shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
-    for rows, heads, dim, pos, window in shapes:
-        part = np.full((rows, heads, ATTEND_GROUPS, dim + ATTEND_TAIL), np.nan, np.float32)
+    for (rows, heads, dim, pos, window), pieces in product(shapes, (ATTEND_GROUPS, ATTEND_FOLDS)):
+        part = np.full((rows, heads, pieces, dim + ATTEND_TAIL), np.nan, np.float32)
         for row in range(rows):
             last = pos + row
             tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
-            groups = sorted({tile % ATTEND_GROUPS for tile in tiles})
-            weight = rng.uniform(0.1, 64, (heads, len(groups), 1))
-            most = rng.normal(0, 4, (heads, len(groups), 1))
-            sums = rng.standard_normal((heads, len(groups), dim)) * weight
-            part[row][:, groups, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
+            used = sorted({tile % ATTEND_GROUPS // (ATTEND_GROUPS // pieces) for tile in tiles})
+            weight = rng.uniform(0.1, 64, (heads, len(used), 1))
+            most = rng.normal(0, 4, (heads, len(used), 1))
+            sums = rng.standard_normal((heads, len(used), dim)) * weight
+            part[row][:, used, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
         args = {
             "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
-            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, **ALONE, "health": record(),
-            "layer": LAYER,
+            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, "pieces": pieces, **ALONE,
+            "health": record(), "layer": LAYER,
         }  # fmt: skip
-        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}"
+        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}, {pieces} pieces"
         yield single(title, "attend_combine", args, tolerance={"out": TOLERANCE})
