@@ -60,7 +60,7 @@ struct Sums {
 // A warp's way through the stages of a task, and what it leaves in part.
 template <int WORDS, int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, const Launch& launch, const Task& task,
-                                               Turn& k_turn, Turn& v_turn) {
+                                               const View& view, Walk next, Turn& k_turn, Turn& v_turn) {
     constexpr int HELD = FIXED && NT == 1 ? 8 : 1;  // fragments of a query that a lane keeps
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int team_warps = b.team_warps(), threads = 32 * team_warps;
@@ -68,7 +68,6 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     const int slabs = b.slabs(), quarter = b.tokens / QUARTERS, first_dim = member * 64 * WORDS;
     const int own_slab = SLABS * member, scorers = slabs / SLABS;
     const bool scores = member < scorers, sums = first_dim < b.head_dim_v;
-    const View view = launch.view(task, 8 * NT);
     const int any_from = view.first(0), all_from = view.first(view.columns - 1);
     const int all_to = view.last(0), any_to = view.last(view.columns - 1);
 
@@ -91,7 +90,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     const int lane_dim = first_dim + (v_fp8 ? VFp8<WORDS>::first_dim(g) : VQ5<WORDS>::first_dim(g));
     const int step = v_fp8 ? VFp8<WORDS>::step : VQ5<WORDS>::step;
     const int apart = v_fp8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
-    const uint32_t base = f16_1024();
+    const uint32_t base = f16_1024(launch.rows);
     // Two sets of weights, of which one is written while the other is read.
     uint2* const weights = (uint2*)(bytes + b.weight) + head * slabs * NT * 32;
     const int other = b.n_head_kv * slabs * NT * 32;
@@ -102,7 +101,6 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     float sum[NT] = {}, score[SLABS][NT][4];  // sum: of column 8n + g, over the lane's keys
     group.clear();
     all.clear();
-    Walk next = launch.walk(b, task, view);
     int weighed_token = 0;  // of the stage whose scores are known, and whose values come next
     bool scored_one = false;
     for (int set = other;; set = other - set) {
@@ -122,7 +120,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                 }
             }
             __syncwarp();
-            if (lane == 0) memra_pipe_arrive(b.k.empty_pipe(bytes, scored));
+            memra_pipe_arrive(b.k.empty_pipe(bytes, scored));
             k_turn.next(b.k.stages);
             next.next();
         }
@@ -142,6 +140,12 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                 memra_team_sync(team, threads);
             }
             if (scores) add_weights<NT, SLABS>(weights + set + own_slab * NT * 32, sum);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {  // over the lanes that have some of a column; who needs it adds the team's up
+                const float two = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 1));
+                const float four = __fadd_rn(two, __shfl_xor_sync(MEMRA_ALL_LANES, two, 2));
+                if (t == 0) weight_sums[(member * NT + n) * 8 + g] = four;
+            }
             if (sums) {
                 const int dims = FIXED || b.head_dim_v - first_dim > 64 * WORDS ? 64 * WORDS : b.head_dim_v - first_dim;
                 const uint8_t* own_rows = b.v.stage(bytes, v_turn.stage) + v_at;
@@ -166,53 +170,34 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                 }
             }
             __syncwarp();
-            if (lane == 0) memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
+            memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
             v_turn.next(b.v.stages);
         }
-        // Where that was the last of its group, the sums of weights: of a column over the lanes that have some, ..
-        const bool ends = scored_one && (starts || !more);
-        if (ends) {
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 1));
-                sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 2));
-                if (t == 0) weight_sums[(member * NT + n) * 8 + g] = sum[n];
-                sum[n] = 0.0f;
-            }
-        }
         raise = memra_team_any(team, threads, raise);
-        if (ends) {
-            if (member == 0) {  // .. then over the team's warps, for the one that writes them
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    for (int j = 0; j < scorers; j++) {
-                        const float2 two = *(const float2*)(weight_sums + (j * NT + n) * 8 + 2 * t);
-                        group.weight[n][0] = __fadd_rn(group.weight[n][0], two.x);
-                        group.weight[n][1] = __fadd_rn(group.weight[n][1], two.y);
-                    }
-                }
-            }
+        if (!more) break;
+        if (starts) {
+            // The sums of the group before, if there is one, go to the fold's; then the reference of this one.
             if (NT == 1) {
+                sum_weights<NT>(weight_sums, scorers, scored_one, group.weight);
                 all.fold(group);
                 group.clear();
-            }
-        }
-        if (!more) break;
-        // Where a score has passed its reference, the team agrees on the next one.
-        if (starts || raise) {
-            if (!starts) {
-                if (scores) publish_most<NT, SLABS>(score, most + member * 8 * NT);
-                memra_team_sync(team, threads);
+                sum[0] = 0.0f;
             }
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                float2 largest = make_float2(minus_infinity(), minus_infinity());
-                for (int i = 0; i < scorers; i++) {
-                    const float2 two = *(const float2*)(most + (i * NT + n) * 8 + 2 * t);
-                    largest = make_float2(memra_max(largest.x, two.x), memra_max(largest.y, two.y));
-                }
+                const float2 largest = largest_of<NT>(most, scorers, n);
+                raised(group.reference[n][0], largest.x);
+                raised(group.reference[n][1], largest.y);
+            }
+            if (scores) hand_over<NT, SLABS>(score, group.reference, own_weights);
+            memra_team_sync(team, threads);
+        } else if (raise) {  // a score has passed its reference: the team agrees on the next one
+            if (scores) publish_most<NT, SLABS>(score, most + member * 8 * NT);
+            memra_team_sync(team, threads);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const float2 largest = largest_of<NT>(most, scorers, n);
                 const float worth[2] = {raised(group.reference[n][0], largest.x), raised(group.reference[n][1], largest.y)};
-                if (starts) continue;  // there are no sums yet
                 // The sum of weights of column g: the factors of columns 2i, 2i + 1 are in lane i.
                 const float even = __shfl_sync(MEMRA_ALL_LANES, worth[0], g / 2);
                 const float odd = __shfl_sync(MEMRA_ALL_LANES, worth[1], g / 2);
@@ -231,7 +216,11 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     }
 
     if (!sums) return;
-    const Sums<WORDS, NT>& result = NT == 1 ? all : group;
+    sum_weights<NT>(weight_sums, scorers, true, group.weight);
+    if (launch.pieces == FOLDS) {
+        all.fold(group);
+        group = all;
+    }
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
@@ -247,12 +236,12 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int x = i + 2 * half;
-                    *(float4*)(to + d + half * apart) = make_float4(result.value[4 * w][n][x], result.value[4 * w + 1][n][x],
-                                                                    result.value[4 * w + 2][n][x], result.value[4 * w + 3][n][x]);
+                    *(float4*)(to + d + half * apart) = make_float4(group.value[4 * w][n][x], group.value[4 * w + 1][n][x],
+                                                                    group.value[4 * w + 2][n][x], group.value[4 * w + 3][n][x]);
                 }
             }
             if (member == 0 && g == 0) {
-                *(float2*)(to + b.head_dim_v) = make_float2(result.reference[n][i], result.weight[n][i]);
+                *(float2*)(to + b.head_dim_v) = make_float2(group.reference[n][i], group.weight[n][i]);
             }
         }
     }
@@ -275,22 +264,22 @@ template <int WORDS, int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void attend(const Block& b, const Launch& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     const int warp = threadIdx.x / 32;
+    Tasks tasks(launch);  // asks for positions, what all else waits for
     const int computing = b.n_head_kv << b.team_shift;  // warps
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
             memra_pipe_init(b.k.full_pipe(bytes, i), QUARTERS);
-            memra_pipe_init(b.k.empty_pipe(bytes, i), computing);
+            memra_pipe_init(b.k.empty_pipe(bytes, i), 32 * computing);
         }
         for (int i = 0; i < b.v.stages; i++) {
             memra_pipe_init(b.v.full_pipe(bytes, i), QUARTERS);
-            memra_pipe_init(b.v.empty_pipe(bytes, i), computing);
+            memra_pipe_init(b.v.empty_pipe(bytes, i), 32 * computing);
         }
         memra_pipe_init_done();
     }
     __syncthreads();
 
     Turn k_turn = {0, 0, true}, v_turn = k_turn;
-    Tasks tasks(launch);
     if (warp >= TEAM_WARPS) {
         memra_give_registers<BRING_REGISTERS>();
         while (tasks.next(b, launch)) {
@@ -298,7 +287,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             const Task& task = tasks.task;
             const uint8_t *const k = launch.k_of(task.seq), *const v = launch.v_of(task.seq);
             const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
-            for (Walk walk = launch.walk(b, task, launch.view(task, 8 * NT)); walk.more(); walk.next()) {
+            for (Walk walk = tasks.walk; walk.more(); walk.next()) {
                 const int first_token = walk.first_token(b.tokens);
                 if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
                 bring(b.k, bytes, k_turn, k, c, first_token, b.tokens, tokens);
@@ -322,7 +311,8 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
         bool more = tasks.next(b, launch), loaded = tasks.task.seq == guess.seq && tasks.task.first_column == 0;
         while (more) {
             const Task task = tasks.task;
-            const View view = launch.view(task, 8 * NT);
+            const View view = tasks.view;
+            const Walk walk = tasks.walk;
             const float* q = launch.queries(b, task.seq);
             if (!loaded) some.load(b, q, view, member);
             some.store(b, bytes, view, member, scale);
@@ -339,11 +329,11 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             more = tasks.next(b, launch);
             loaded = AHEAD && more;
             if (loaded) {
-                some.load(b, launch.queries(b, tasks.task.seq), launch.view(tasks.task, 8 * NT), member);
+                some.load(b, launch.queries(b, tasks.task.seq), tasks.view, member);
             } else {
                 some = Queries<COLUMNS>();  // which take no registers from here on
             }
-            compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, k_turn, v_turn);
+            compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, view, walk, k_turn, v_turn);
         }
     }
 }

@@ -54,13 +54,6 @@ struct Launch {
     __device__ bool reports(const Task& task, const View& view) const {
         return view.first(0) / TILE % GROUPS / groups() == task.piece;
     }
-    // Of row 0 of a sequence; -1 where its cache lacks slots for the rows.
-    __device__ __forceinline__ int position(int seq, bool reports) const {
-        const long long pos = memra_slot(seqs ? (const int*)seqs[seq].pos_d : pos_d, slot);
-        if (pos >= 0 && pos + rows <= tokens_of(seq)) return (int)pos;
-        if (reports) memra_report(health_of(seq), MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
-        return -1;
-    }
 };
 
 // The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
@@ -68,15 +61,17 @@ struct Launch {
 // A whole warp goes through them together.
 struct Tasks {
     Task task;        // that next() has found
-    unsigned number;  // its remainder is the piece: another one each time, so that short ones spread
-    int held, turn;   // position of the lane's sequence, which stands behind a table and a counter, and whose turn it is
+    View view;        // and what its columns see, and its stages
+    Walk walk;
 
     __device__ __forceinline__ explicit Tasks(const Launch& launch)
-        : task{launch.first_seq() - launch.groups(), -1, launch.columns(), 0}, number(blockIdx.x - STEP), held(-1), turn(31) {}
+        : task{launch.first_seq() - launch.groups(), -1, launch.columns(), 0}, number(blockIdx.x - STEP), turn(-1), counter(0) {
+        ask(launch, launch.first_seq());
+    }
     // Whether there is one more that has keys.
     __device__ __forceinline__ bool next(const Block& b, const Launch& launch) {
-        const int width = b.columns, lane = threadIdx.x & 31;
-        do {
+        const int width = b.columns;
+        for (;;) {
             number += STEP;
             task.first_column += width;
             if (task.first_column >= launch.columns()) {
@@ -85,15 +80,39 @@ struct Tasks {
                 if (task.seq >= launch.n_seqs) return false;
                 if (++turn == 32) {
                     turn = 0;
-                    const int seq = task.seq + lane * launch.groups(), chunks = (launch.columns() + width - 1) / width;
-                    const bool reports = threadIdx.x < 32 && launch.piece_of(number + STEP * (unsigned)(lane * chunks)) == 0;
-                    held = seq < launch.n_seqs ? launch.position(seq, reports) : -1;
+                    ask(launch, task.seq);
                 }
-                task.pos = __shfl_sync(MEMRA_ALL_LANES, held, turn);
+                const long long pos = counted ? counter : launch.slot;
+                const bool fits = pos >= 0 && pos + launch.rows <= tokens;
+                task.pos = __shfl_sync(MEMRA_ALL_LANES, fits ? (int)pos : -1, turn);
+                if (!fits && (int)threadIdx.x == turn && launch.piece_of(number) == 0) {
+                    memra_report(launch.health_of(task.seq), MEMRA_FAULT_SLOT_RANGE, launch.layer, pos, 1);
+                }
             }
             task.piece = launch.piece_of(number);
-        } while (task.pos < 0 || !launch.walk(b, task, launch.view(task, width)).more());
-        return true;
+            if (task.pos < 0) continue;
+            view = launch.view(task, width);
+            walk = launch.walk(b, task, view);
+            if (walk.more()) return true;
+        }
     }
+
+private:
     static constexpr unsigned STEP = 53;
+    unsigned number;  // its remainder is the piece: another one each time, so that short ones spread
+    // A table and a counter stand before a position, so each lane asks for that of one sequence; whose turn it is.
+    int turn, counter;
+    bool counted;
+    long long tokens;
+    __device__ __forceinline__ void ask(const Launch& launch, int first_seq) {
+        const int seq = first_seq + (int)(threadIdx.x & 31) * launch.groups();
+        const int *pos_d = nullptr;
+        tokens = -1;
+        if (seq < launch.n_seqs) {
+            pos_d = launch.seqs ? (const int*)launch.seqs[seq].pos_d : launch.pos_d;
+            tokens = launch.tokens_of(seq);
+        }
+        counted = pos_d != nullptr;
+        if (counted) counter = *pos_d;  // nobody waits for it here
+    }
 };
