@@ -54,7 +54,7 @@ static __device__ float2 fold_groups(const float* from, int stride, int head_dim
 }
 
 // part (n_seqs, rows, n_head, pieces, head_dim_v + TAIL), pieces of GROUPS or FOLDS; out (n_seqs, rows, n_head, head_dim_v).
-extern "C" __global__ void __launch_bounds__(32 * FOLDS) attend_combine(
+extern "C" __global__ void __launch_bounds__(384) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
         int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     __shared__ float2 own_of[FOLDS];

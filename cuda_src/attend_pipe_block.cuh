@@ -1,9 +1,15 @@
 // attend_pipe_block.cuh: the text of all entries attend_pipe_*: attend for GPUs that copy in bulk (sm_90).
 //
-// One block per group (and the next sequence's same group when it is done). Four warps bring stages of K and V, rows of all
-// K/V heads as they lie in memory, into two rings; eight warps compute, a team of them for each K/V head. A warp scores
-// 16 keys of a stage (or SLABS times 16) for all columns of its head, hands their weights to its team, and sums up its
-// own dims of V over the keys of the stage before, so that the two kinds of work overlap.
+// A block works on one piece of the keys of a sequence, then on one of the next sequence: a group, or where a launch has many
+// sequences a fold, eleven neighbouring groups one after the other. Four warps bring stages of K and V, rows of all K/V heads
+// as they lie in memory, into two rings, and do not stop where a piece ends; eight warps compute, a team of them for each
+// K/V head. A warp scores 16 keys of a stage (or SLABS times 16) for all columns of its head, hands their weights to its
+// team, and sums up its own dims of V over the keys of the stage before, so that the two kinds of work overlap.
+//
+// The first stage of a group is scored against no reference: the team agrees on one when the values of the stage before,
+// the last of its group, have been summed up. There those sums go on top of the fold's, which stay in registers until
+// the piece ends. What a fold does with a group is what attend_combine does with it, fold_sum(), so that no bit depends on
+// which of them did it; entries with more than 8 columns, whose sums take all registers, have groups only.
 //
 // Scores: of q8_0, products of bytes; a query is 256 * high + low, 15 bits below its largest element, and the sum over a
 // block is an integer that d scales. Of fp8, products of f16, a query is two f16. The reference that weights stand
@@ -22,7 +28,7 @@
 #if !MEMRA_PTX || __CUDA_ARCH__ == 900
 
 #define BRING_REGISTERS 40     // of a thread that brings K and V, and
-#define COMPUTE_REGISTERS 232  // of one that computes, where it needs them; 168 each before they split
+#define COMPUTE_REGISTERS 232  // of one that computes; 168 each before they split
 
 // Sums of a group, or of a fold, for the dims of V of a warp: of lane (g, t) columns 8n + 2t, 8n + 2t + 1.
 template <int WORDS, int NT>
@@ -119,8 +125,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                     raise = hand_over<NT, SLABS>(score, group.reference, own_weights);
                 }
             }
-            __syncwarp();
-            memra_pipe_arrive(b.k.empty_pipe(bytes, scored));
+            memra_pipe_arrive(b.k.empty_pipe(bytes, scored));  // every lane for what it has read itself
             k_turn.next(b.k.stages);
             next.next();
         }
@@ -169,7 +174,6 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                     weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, group.value);
                 }
             }
-            __syncwarp();
             memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
             v_turn.next(b.v.stages);
         }
@@ -215,7 +219,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
         weighed_token = scored_token;
     }
 
-    if (!sums) return;
+    if (!sums) return;  // of V
     sum_weights<NT>(weight_sums, scorers, true, group.weight);
     if (launch.pieces == FOLDS) {
         all.fold(group);
@@ -301,22 +305,32 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
         memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
         constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
-        constexpr bool AHEAD = NT * WORDS <= 2;  // the next task's, while it works on one: there are registers for them
+        constexpr bool AHEAD = NT * WORDS == 1;  // a task's, while the one before is worked on: there are registers
         const int head = warp >> b.team_shift, member = warp & (b.team_warps() - 1), lane = threadIdx.x & 31;
         float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
         // The first queries are asked for before the position is known.
         const Task guess = {launch.first_seq(), 0, 0, 0};
         Queries<COLUMNS> some;
         if (guess.seq < launch.n_seqs) some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
-        bool more = tasks.next(b, launch), loaded = tasks.task.seq == guess.seq && tasks.task.first_column == 0;
-        while (more) {
-            const Task task = tasks.task;
-            const View view = tasks.view;
-            const Walk walk = tasks.walk;
-            const float* q = launch.queries(b, task.seq);
-            if (!loaded) some.load(b, q, view, member);
+        Task task = guess;
+        View view;
+        Walk walk;
+        for (bool busy = false;; busy = true) {
+            const bool more = tasks.next(b, launch);
+            const float* q = launch.queries(b, tasks.task.seq);
+            const bool loads = more && (busy || tasks.task.seq != guess.seq || tasks.task.first_column != 0);
+            if (AHEAD && loads) some.load(b, q, tasks.view, member);
+            if (busy) {
+                if (!AHEAD) some = Queries<COLUMNS>();  // which take no registers meanwhile
+                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, view, walk, k_turn, v_turn);
+            }
+            if (!more) break;
+            task = tasks.task;
+            view = tasks.view;
+            walk = tasks.walk;
+            if (!AHEAD && loads) some.load(b, q, view, member);
             some.store(b, bytes, view, member, scale);
-            for (int c = member + COLUMNS * b.team_warps(); c < view.columns; c += COLUMNS * b.team_warps()) {
+            for (int c = member + COLUMNS * b.team_warps(); c < 8 * NT && c < view.columns; c += COLUMNS * b.team_warps()) {
                 some.load(b, q, view, c);
                 some.store(b, bytes, view, c, scale);
             }
@@ -324,23 +338,15 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
             memra_team_sync(1 + head, 32 * b.team_warps());
             if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(task, view)) {
-                memra_report(launch.health_of(task.seq), MEMRA_FAULT_NONFINITE, launch.layer, view.last(lane), 1);
+                launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
             }
-            more = tasks.next(b, launch);
-            loaded = AHEAD && more;
-            if (loaded) {
-                some.load(b, launch.queries(b, tasks.task.seq), tasks.view, member);
-            } else {
-                some = Queries<COLUMNS>();  // which take no registers from here on
-            }
-            compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, view, walk, k_turn, v_turn);
         }
     }
 }
 
 #define ATTEND_ON(block, WORDS, NT, SLABS, FIXED)                                                                          \
     const Launch launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv, window, layer, n_seqs,    \
-                           part, NT == 1 ? pieces : GROUPS, seqs, health};                                                                            \
+                           part, NT == 1 ? pieces : GROUPS, seqs, health};                                                  \
     attend<WORDS, NT, SLABS, FIXED>(block, launch, scale)
 #define BODY(WORDS, NT)                                                                                                    \
     const Block block = block_of(NT, 1, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);   \
@@ -361,7 +367,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,                 \
             long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,            \
             long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,                        \
-            int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                                           \
+            int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                               \
         body;                                                                                                              \
     }                                                                                                                      \
     MEMRA_EXPORT(name)

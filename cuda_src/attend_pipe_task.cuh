@@ -8,6 +8,11 @@ struct Task {
     int seq, pos, first_column, piece;
 };
 
+// Called, not inlined: it is rare, and a launch for one sequence is over before its instructions have all been fetched.
+static __device__ __noinline__ void report_apart(memra_health* health, int kind, int layer, long long pos) {
+    memra_report(health, kind, layer, pos, 1);
+}
+
 // What a launch is about, as its entry got it.
 struct Launch {
     const float* q;
@@ -27,7 +32,9 @@ struct Launch {
     __device__ const uint8_t* k_of(int seq) const { return seqs ? (const uint8_t*)seqs[seq].k : k; }
     __device__ const uint8_t* v_of(int seq) const { return seqs ? (const uint8_t*)seqs[seq].v : v; }
     __device__ long long tokens_of(int seq) const { return seqs ? seqs[seq].max_ctx : max_ctx; }
-    __device__ memra_health* health_of(int seq) const { return seqs ? (memra_health*)seqs[seq].health : health; }
+    __device__ void report(int kind, int seq, long long pos) const {
+        report_apart(seqs ? (memra_health*)seqs[seq].health : health, kind, layer, pos);
+    }
     __device__ const float* queries(const Block& b, int seq) const {
         return q + (long long)seq * rows * n_head * b.head_dim_k;
     }
@@ -73,6 +80,7 @@ struct Tasks {
         const int width = b.columns;
         for (;;) {
             number += STEP;
+            task.piece = launch.piece_of(number);
             task.first_column += width;
             if (task.first_column >= launch.columns()) {
                 task.first_column = 0;
@@ -85,11 +93,10 @@ struct Tasks {
                 const long long pos = counted ? counter : launch.slot;
                 const bool fits = pos >= 0 && pos + launch.rows <= tokens;
                 task.pos = __shfl_sync(MEMRA_ALL_LANES, fits ? (int)pos : -1, turn);
-                if (!fits && (int)threadIdx.x == turn && launch.piece_of(number) == 0) {
-                    memra_report(launch.health_of(task.seq), MEMRA_FAULT_SLOT_RANGE, launch.layer, pos, 1);
+                if (!fits && (int)threadIdx.x == turn && task.piece == 0) {
+                    launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, pos);
                 }
             }
-            task.piece = launch.piece_of(number);
             if (task.pos < 0) continue;
             view = launch.view(task, width);
             walk = launch.walk(b, task, view);
@@ -106,7 +113,7 @@ private:
     long long tokens;
     __device__ __forceinline__ void ask(const Launch& launch, int first_seq) {
         const int seq = first_seq + (int)(threadIdx.x & 31) * launch.groups();
-        const int *pos_d = nullptr;
+        const int* pos_d = nullptr;
         tokens = -1;
         if (seq < launch.n_seqs) {
             pos_d = launch.seqs ? (const int*)launch.seqs[seq].pos_d : launch.pos_d;

@@ -19,6 +19,7 @@ from memra_driver.check.args import (
     Rng,
     attend_args,
     i32,
+    in_folds,
     normal,
     poison,
     record,
@@ -128,11 +129,19 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
         made.title = f"{made.kernel} {where}"
         yield made
-    for dims in ((64, 64), (128, 128)):
-        several = [Attend(PAIRS[0], dims, rows=3, pos=pos) for pos in (0, 62, 200)]
+    for dims, gqa, rows, positions, folds in (
+        ((64, 64), 2, 3, (0, 62, 200), False),
+        ((128, 128), 2, 3, (0, 62, 200), False),
+        ((256, 256), 8, 1, (0, 62, 800), True),  # a fold has more tiles than a ring has stages
+        ((64, 64), 2, 2, (0, 62, 200, *range(3, 12)), True),  # a block has several sequences
+        ((96, 96), 2, 2, (0, 62, 200), True),
+    ):
+        several = [Attend(PAIRS[0], dims, rows=rows, pos=pos, gqa=gqa) for pos in positions]
         members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
-        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), 6)
-        made = batch("3 rows for", entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
+        members = [in_folds(each) for each in members] if folds else members
+        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), rows * gqa)
+        title = f"{rows} rows{' in folds' if folds else ''} for"
+        made = batch(title, entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
         behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
         made.launches += behind.launches
         made.arrays |= behind.arrays
