@@ -12,7 +12,7 @@ static __device__ unsigned tickets[TICKETS];  // Step.ticket; so launches of one
 // Any d_conv. Not inlined, so that it takes no registers from the common case, 4.
 template <int R>
 static __device__ __noinline__ void run_any(const Step& p, int* is_last) {
-    Block<R, MEMRA_TAPS>::run(p, is_last);
+    Block<R, MEMRA_TAPS, false>::run(p, is_last);
 }
 
 template <int R>
@@ -46,8 +46,10 @@ static __device__ inline void recur_step(Step p, float* shared, int* is_last, in
     p.decay = shared + min(p.rows, ROWS) * (2 * SIZE + p.columns);
     p.beta = p.decay + max(1, p.columns / SIZE) * ROWS;
     p.kept = p.beta + max(1, p.columns / SIZE) * ROWS;
-    if (p.d_conv == 4) {
-        Block<R, 4>::run(p, is_last);
+    if (p.d_conv == 4 && p.end - p.begin > 2 * Block<R, 4, true>::TURN) {
+        Block<R, 4, true>::run(p, is_last);
+    } else if (p.d_conv == 4) {
+        Block<R, 4, false>::run(p, is_last);
     } else {
         const Step copy = p;  // its address is taken, and p is to stay in registers
         run_any<R>(copy, is_last);

@@ -8,6 +8,7 @@ import shutil
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_the_same_seed_makes_the_same_inputs_and_another_seed_others() -> None:
 
 
 def test_the_packaged_vectors_are_those_of_the_tests() -> None:
-    folder = Path(check.__file__).parent / "vectors"
+    folder = Path(str(files("memra_driver").joinpath("vectors")))
     packaged = json.loads((folder / "kernels.json").read_text())
     originals = {each["case"]: each for each in json.loads((vectors_data.FOLDER / "kernels.json").read_text())}
     with np.load(folder / "kernels.npz") as mine, np.load(vectors_data.FOLDER / "kernels.npz") as theirs:

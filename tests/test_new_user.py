@@ -19,6 +19,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from memra_driver import capi, cli, inventory, nvrtc
+from memra_driver.cli.devices import opened
 from memra_driver.errors import CompileError, DriverError, MemraError, NoDriver, UnsupportedError
 from memra_driver.kvdev import CudaDev
 
@@ -163,7 +164,7 @@ def test_a_command_that_wants_a_gpu_says_it_in_one_line_and_one_that_does_not_go
     machine.play(standin)
     status, _, told = command(capsys, "plan", "qwen3.5-9b", "--ctx", "8")
     assert (status, told) == (0, "")
-    with cli._device("auto") as e:
+    with opened("auto") as e:
         assert e.ordinal == -1
     told = capsys.readouterr().err
     assert "on the host" in told
@@ -172,7 +173,7 @@ def test_a_command_that_wants_a_gpu_says_it_in_one_line_and_one_that_does_not_go
 
 def test_auto_takes_the_first_gpu_that_can_be_used(standin: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     standin.set_attribute(0, MAJOR, 7)
-    with cli._device("auto") as e:
+    with opened("auto") as e:
         assert e.ordinal == 1
     assert "without cuda:0: cuda:0 (Stand-in GPU 0) is sm_70" in capsys.readouterr().err
 

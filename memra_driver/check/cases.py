@@ -30,6 +30,7 @@ from memra_driver.check.args import (
     spread,
 )
 from memra_driver.check.case import FIELDS, TOLERANCE, Case, batch, single
+from memra_driver.kernels import RECUR_COLUMNS
 
 # K/V.
 
@@ -166,6 +167,8 @@ def recur_cases(rng: Rng, small: bool) -> Iterator[Case]:
         yield single(heads, name, args, tolerance=near)
         args = recur_args(rng, rows, keys, values, size, taps, columns=size, tape=poison(rows * args["x"].size * 4))
         yield single(f"{heads}, to the tape", name, args, tolerance=near | {"tape": TOLERANCE})
+    args = recur_args(rng, 2, 1, 3, 128, 4, columns=RECUR_COLUMNS)
+    yield single("all columns of 3 heads of 128 in one block", "recur_step_128", args, tolerance=near)
     args = recur_args(rng, 3, 2, 4, 64, 4, pos_d=i32(9))
     args["state_out"] = args["state_in"]
     for name in ("x", "alpha", "beta_raw"):

@@ -32,12 +32,12 @@ def verify(
     folder: Kit, device: Annotated[str, typer.Option(help="auto, cuda:N or host.")] = "auto", as_json: Json = False
 ) -> None:
     """Run every case of a kit on this installation; status 1 where one differs."""
-    from memra_driver.cli import _device, _device_name
+    from memra_driver.cli.devices import device_name, opened
     from memra_driver.kit import verify as run
 
     done = []
-    with _device(device) as e:
-        where = _device_name(e)
+    with opened(device) as e:
+        where = device_name(e)
         for each in run(e, folder):
             done.append(each)
             if not as_json and each.fault:

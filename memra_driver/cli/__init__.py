@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,22 +16,20 @@ try:
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
 except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install typer rich") from None
 
-from memra_driver import cli_soak, cli_vectors
+from memra_driver.cli import vectors
+from memra_driver.cli.devices import device_name, fence_of, opened, opener, stages_of
+from memra_driver.cli.soak import soak as run_soak
+from memra_driver.cli.tables import out, show_operations, show_plan, show_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from memra_driver.config import ModelConfig
-    from memra_driver.plan import CachePlan
     from memra_driver.session import Outcome, Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(cli_vectors.app, name="vectors")
-out = Console(width=None if sys.stdout.isatty() else 160)  # a file or a pipe has no width to cut to
+app.add_typer(vectors.app, name="vectors")
 
 MODEL_HELP = "A preset, a GGUF file, an HF config.json or its folder."
 DEFAULT_MODEL = "qwen3.5-9b"
@@ -91,14 +88,14 @@ def plan(
 
     cfg = _model(model)
     options = CacheOptions(skip_mtp_state=skip_mtp_state, round_width=round_width)
-    cuts = _fence(fence, cfg, stages) or balance(cfg, ctx, stages, options=options)
+    cuts = fence_of(fence, cfg, stages) or balance(cfg, ctx, stages, options=options)
     priced = CachePlan(cfg, ctx, options=options, fence=cuts)
     if png is not None:
         plan_png(png, model, cfg, ctx, priced.policy, priced.options)
     if as_json:
         print(priced.to_json())
         return
-    _print_plan(model, priced)
+    show_plan(model, priced)
 
 
 @app.command()
@@ -127,8 +124,8 @@ def run(
         "prompt": prompt, "rounds": rounds, "draft": draft, "seed": seed, "attend": attend, "method": method.value,
         "batch": batch, "graph": graph,
     }  # fmt: skip
-    with _stages(stages or device) as devices:
-        session = Session(devices, cfg, ctx, fence=_fence(fence, cfg, len(devices)), **options)
+    with stages_of(stages or device) as devices:
+        session = Session(devices, cfg, ctx, fence=fence_of(fence, cfg, len(devices)), **options)
         try:
             done = _watch(session, f"{model} on {', '.join(map(repr, session.devices))}", quiet=as_json)
             bandwidth = copy_bandwidth(devices[0])
@@ -137,7 +134,7 @@ def run(
             cuts = session.caches[0].plan.fence
         finally:
             session.close()
-        where = ", ".join(map(_device_name, devices))
+        where = ", ".join(map(device_name, devices))
     identical = sum(1 for each in done if each.number and not each.fault)
     fault = next((each for each in done if each.fault), None)
     if as_json:
@@ -151,7 +148,7 @@ def run(
         }  # fmt: skip
         print(json.dumps(summary, indent=2))
     else:
-        _print_operations(operations, bandwidth)
+        show_operations(operations, bandwidth)
         out.print(
             f"{model}, {ctx} tokens, {cache_bytes / 2**20:,.1f} MiB a cache, {where}", highlight=False, markup=False
         )
@@ -203,7 +200,7 @@ def check(
     if soak is not None or soak_seed is not None:
         if replay is not None:
             raise ConfigError("--soak and --soak-seed do not go with --replay")
-        status = cli_soak.soak(_opener(device), soak, soak_seed, seed, small=small, as_json=as_json)
+        status = run_soak(opener(device), soak, soak_seed, seed, small=small, as_json=as_json)
         raise typer.Exit(status)
     from memra_driver import check as checks
     from memra_driver import nvrtc
@@ -211,8 +208,8 @@ def check(
     seed = seed or 0
     done = []
     try:
-        with _device(device, arena=False) as e:
-            where = _device_name(e)
+        with opened(device, arena=False) as e:
+            where = device_name(e)
             found = iter([checks.replay(e, replay)]) if replay else checks.run(e, checks.cases(seed, small=small), save)
             for each in found:
                 done.append(each)
@@ -268,15 +265,15 @@ def bench(
         if not device.startswith("cuda"):
             raise ConfigError(f"--device {device}: the bench measures a GPU, cuda:N")
         tell = lambda group: print(f"memra-driver: {group}", file=sys.stderr, flush=True)  # noqa: E731
-        with _device(device) as e:
+        with opened(device) as e:
             result = benches.run(e, groups=groups, sizes=QUICK if quick else FULL, peers=peers, tell=tell)
     if as_json is not None:
         report.write(as_json, result)
     for group in groups:
         rows = [row for row in report.rows_of(result) if row.group == group]
         if rows:
-            _print_table(group, report.measured(rows))
-    _print_table("targets", report.verdicts([each for each in result["targets"] if each["group"] in groups]))
+            show_table(group, report.measured(rows))
+    show_table("targets", report.verdicts([each for each in result["targets"] if each["group"] in groups]))
     for line in (*report.heading(result), report.summary(result["targets"])):
         out.print(line, highlight=False, markup=False)
     if png is not None:
@@ -309,83 +306,6 @@ def _model(name: str) -> ModelConfig:
     return ModelConfig.load(name)
 
 
-def _opener(name: str) -> Callable[[bool], Any]:
-    """What makes device objects, with an arena or without, of the device that --device names."""
-    from memra_driver.kvdev import CudaDev, HostDev
-
-    kind, _, number = name.partition(":")
-    ordinal = int(number or 0) if kind == "cuda" and (number.isdecimal() or name == "cuda") else None
-    if name == "auto":
-        ordinal = _first_gpu()
-    elif name != "host" and ordinal is None:
-        raise ConfigError(f"--device {name}: it takes auto, cuda:N or host")
-    if ordinal is None:
-        return lambda arena: HostDev(arena=arena)
-    return lambda arena: CudaDev(ordinal, arena=arena)
-
-
-@contextmanager
-def _device(name: str, *, arena: bool = True) -> Iterator[Any]:
-    """The device that --device names; auto is the first GPU that can be used, else the host."""
-    e = _opener(name)(arena)
-    try:
-        yield e
-    finally:
-        e.close()
-
-
-def _first_gpu() -> int | None:
-    """The number of the first GPU that can be used; None, when it has said why, where there is none."""
-    from memra_driver import driver
-    from memra_driver.inventory import usable_gpu
-    from memra_driver.kvdev import CudaDev
-
-    trouble = usable_gpu()
-    for ordinal in range(0 if trouble else driver.device_get_count()):
-        try:
-            CudaDev(ordinal).close()
-        except MemraError as error:
-            print(f"memra-driver: without cuda:{ordinal}: {error}", file=sys.stderr)
-        else:
-            return ordinal
-    print(f"memra-driver: on the host{': ' if trouble else ''}{trouble}", file=sys.stderr)
-    return None
-
-
-@contextmanager
-def _stages(names: str) -> Iterator[list[Any]]:
-    """The device of each stage. A GPU is one device however often it is named; each host is one of its own."""
-    with ExitStack() as opened:
-        devices: list[Any] = []
-        found: dict[str, Any] = {}
-        for name in names.split(","):
-            name = name.strip()
-            name = "cuda:0" if name == "cuda" else name
-            if name not in found or name == "host":
-                found[name] = opened.enter_context(_device(name))
-            devices.append(found[name])
-        yield devices
-
-
-def _fence(cuts: str, cfg: ModelConfig, stages: int) -> tuple[int, ...] | None:
-    """What --fence says: auto is MEMRA_PP_STAGES and its kin where they ask for as many stages, else None: balance."""
-    from memra_driver.pp import pp_cuts
-
-    if cuts == "auto":
-        asked = pp_cuts(cfg.n_trunk) if stages > 1 else None
-        return asked if asked is not None and len(asked) == stages + 1 else None
-    numbers = [part.strip() for part in cuts.split(",")]
-    if len(numbers) != stages - 1 or not all(number.isdecimal() for number in numbers):
-        raise ConfigError(f"--fence {cuts}: {stages} stages take auto or {stages - 1} layer numbers")
-    return (0, *map(int, numbers), cfg.n_layer)
-
-
-def _device_name(e: Any) -> str:
-    from memra_driver.kvdev import CudaDev
-
-    return f"cuda:{e.ordinal} ({e.context.name()})" if isinstance(e, CudaDev) else "host"
-
-
 def _watch(session: Session, title: str, *, quiet: bool) -> list[Outcome]:
     """Runs the session under a progress bar, which only a terminal shows."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -399,83 +319,3 @@ def _watch(session: Session, title: str, *, quiet: bool) -> list[Outcome]:
     return done
 
 
-def _print_operations(operations: list[dict[str, Any]], bandwidth: float) -> None:
-    caption = f"bytes: what a call must move; a copy in this run: {bandwidth / 1e9:,.1f} GB/s, read + write"
-    table = Table(caption=caption, caption_justify="left")
-    table.add_column("operation")
-    for name in ("count", "median us", "bytes", "GB/s", "of a copy"):
-        table.add_column(name, justify="right", overflow="fold")
-    for row in operations:
-        table.add_row(
-            row["operation"],
-            str(row["count"]),
-            f"{row['median_seconds'] * 1e6:,.1f}",
-            f"{row['median_bytes']:,}",
-            f"{row['copy_share'] * bandwidth / 1e9:,.1f}" if row["median_bytes"] else "-",
-            f"{row['copy_share']:.1%}" if row["median_bytes"] else "-",
-        )
-    out.print(table)
-
-
-def _print_table(title: str, table: tuple[list[str], list[list[str]]]) -> None:
-    head, rows = table
-    shown = Table(title=title, title_justify="left")
-    colours = {"miss": "red", "pass": "green", "aim": "bold green"}
-    for i, name in enumerate(head):
-        shown.add_column(name, justify="right" if i else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*map(escape, row), style=colours.get(row[-1]))
-    out.print(shown)
-
-
-def _print_plan(model: str, priced: CachePlan) -> None:
-    table = Table(title=f"{escape(model)} at {priced.max_ctx:,} tokens", title_justify="left")
-    for name in ("device", "plane"):
-        table.add_column(name)
-    for name in ("count", "bytes each", "bytes", "share"):
-        table.add_column(name, justify="right", overflow="fold")
-    planes: dict[tuple[int, str], list[int]] = {}
-    for row in sorted(priced.rows, key=lambda row: (row.device, row.plane == "pad")):
-        planes.setdefault((row.device, row.plane), []).append(row.bytes)
-    for (device, plane), sizes in planes.items():
-        each = f"{min(sizes):,}" if min(sizes) == max(sizes) else f"{min(sizes):,} .. {max(sizes):,}"
-        share = sum(sizes) / priced.arena_bytes
-        table.add_row(str(device), plane, str(len(sizes)), each, f"{sum(sizes):,}", f"{share:.2%}")
-    out.print(table)
-    if len(priced.fence) > 2:
-        _print_stages(priced)
-    sums = Table(show_header=False, box=None, pad_edge=False)
-    sums.add_column()
-    sums.add_column(justify="right", overflow="fold")
-    for name, size in priced.totals.items():
-        if size:
-            sums.add_row(name.replace("_", " "), f"{size:,}")
-    sums.add_row("[bold]allocated[/]", f"[bold]{priced.arena_bytes:,}[/]")
-    if priced.mtp_bytes:
-        sums.add_row("of it for MTP layers, which no trunk pass reads", f"{priced.mtp_bytes:,}")
-    for name, size in priced.first_use.items():
-        sums.add_row(f"later, when first used: {name.replace('_', ' ')}", f"{size:,}")
-    out.print(sums)
-    for problem in priced.check_ops():
-        out.print(f"[yellow]{problem}[/]", highlight=False)
-
-
-def _print_stages(priced: CachePlan) -> None:
-    """What each device of a pipeline holds."""
-    table = Table(caption="snapshot, scratch: allocated when first used", caption_justify="left")
-    table.add_column("stage")
-    for name in ("layers", "attention", "recurrent", "cache bytes", "share", "snapshot", "scratch"):
-        table.add_column(name, justify="right", overflow="fold")
-    for device in priced.per_device:
-        mine = [il for il in range(priced.cfg.n_layer) if priced.device_of(il) == device.device]
-        table.add_row(
-            str(device.device),
-            f"{mine[0]} .. {mine[-1]}",
-            str(sum(map(priced.has_kv, mine))),
-            str(sum(map(priced.has_state, mine))),
-            f"{device.arena_bytes:,}",
-            f"{device.arena_bytes / priced.arena_bytes:.2%}",
-            f"{device.snapshot_bytes:,}",
-            f"{priced.attend_scratch_bytes(device.device):,}",
-        )
-    out.print(table)
