@@ -180,7 +180,8 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
         raise = memra_team_any(team, threads, raise);
         if (!more) break;
         if (starts) {
-            // The sums of the group before, if there is one, go to the fold's; then the reference of this one.
+            // The sums of the group before, if there is one, go to the fold's; then the reference and the weights of this one.
+            // No branch parts these, so that one's latencies are filled by the others.
             if (NT == 1) {
                 sum_weights<NT>(weight_sums, scorers, scored_one, group.weight);
                 all.fold(group);
