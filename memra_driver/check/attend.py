@@ -134,7 +134,7 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         ((128, 128), 2, 3, (0, 62, 200), False),
         ((256, 256), 8, 1, (0, 62, 800), True),  # a fold has more tiles than a ring has stages
         ((64, 64), 2, 2, (0, 62, 200, *range(3, 12)), True),  # a block has several sequences
-        ((96, 96), 2, 2, (0, 62, 200), True),
+        ((96, 96), 2, 2, (0, 62, 800), True),
     ):
         several = [Attend(PAIRS[0], dims, rows=rows, pos=pos, gqa=gqa) for pos in positions]
         members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
