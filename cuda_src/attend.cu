@@ -3,7 +3,8 @@
 // Keys fall into tiles of 64 by their absolute position; tile j belongs to group j mod 132. A block works for one
 // group, one K/V head and up to 8 * NT columns, a column being one query head of one row: it takes the group's tiles
 // in ascending order and leaves sum, maximum and weight per column. `attend_combine` folds the groups in ascending
-// order, eleven at a time, then the twelve results. So which instruction adds what, and when, depends on a key's position alone: a
+// order, eleven at a time, then the twelve results. Where there are many sequences, a block works for eleven groups, one
+// after the other, and leaves their fold. So which instruction adds what, and when, depends on a key's position alone: a
 // row of many, a row alone, a captured and a batched one give the same bits. A key that a row may not see weighs
 // exactly 0, and rows that nobody may see are never read.
 //
@@ -135,16 +136,49 @@ static __device__ void weigh(const Shared& s, const Work& work, int dim, int str
     }
 }
 
-// q (n_seqs, rows, n_head, head_dim_k). part (n_seqs, rows, n_head, GROUPS, head_dim_v + TAIL): sum, maximum, weight of a group.
-// Blocks: group, then K/V head, then chunk of columns, then sequence.
+// A group's sums on top of those of the fold's groups before; they begin anew.
+template <int MT, int NT>
+static __device__ void fold(const Shared& s, float out[MT][NT][4], float most[2 * NT], float sum[2 * NT],
+                            float all_out[MT][NT][4], float all_most[2 * NT], float all_sum[2 * NT]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+        const Worth worth = fold_reference(all_most[i], most[i]);
+        all_sum[i] = fold_sum(all_sum[i], sum[i], worth);
+        most[i] = minus_infinity();
+        sum[i] = 0.0f;
+        if (lane == 0) {
+            s.rescale[warp + 4 * i] = worth.before;
+            s.own[warp + 4 * i] = worth.own;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int column = 8 * n + 2 * t + (i & 1);
+            const Worth worth = {s.rescale[column], s.own[column]};
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                all_out[m][n][i] = fold_sum(all_out[m][n][i], out[m][n][i], worth);
+                out[m][n][i] = 0.0f;
+            }
+        }
+    }
+}
+
+// q (n_seqs, rows, n_head, head_dim_k). part (n_seqs, rows, n_head, pieces, head_dim_v + TAIL): sum, maximum, weight of a
+// piece, which is one of GROUPS groups or FOLDS folds. Blocks: piece, then K/V head, then chunk of columns, then sequence.
 template <int MT, int NT>
 static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot,
                               int rows, long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v,
                               long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, float scale,
-                              int window, float* part, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
+                              int window, float* part, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health,
+                              int layer) {
     const int width = 8 * NT, gqa = n_head / n_head_kv, chunks = (rows * gqa + width - 1) / width;
-    const int group = (int)(blockIdx.x % GROUPS), head = (int)(blockIdx.x / GROUPS % n_head_kv);
-    const int chunk = (int)(blockIdx.x / GROUPS / n_head_kv % chunks), seq = (int)(blockIdx.x / GROUPS / n_head_kv / chunks);
+    const int piece = (int)(blockIdx.x % pieces), head = (int)(blockIdx.x / pieces % n_head_kv);
+    const int chunk = (int)(blockIdx.x / pieces / n_head_kv % chunks), seq = (int)(blockIdx.x / pieces / n_head_kv / chunks);
     if (seq >= n_seqs) return;
     if (seqs) {
         k = (const uint8_t*)seqs[seq].k;
@@ -161,45 +195,53 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     work.first_column = chunk * width;
     work.columns = rows * gqa - work.first_column < width ? rows * gqa - work.first_column : width;
     if (work.pos < 0 || work.pos + rows > max_ctx) {
-        if (group + head + chunk == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, work.pos, 1);
+        if (piece + head + chunk == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, work.pos, 1);
         return;
     }
     const long long first_tile = first_key(work.last_key(0), window) / TILE;
     const long long last_tile = work.last_key(work.columns - 1) / TILE;
-    const long long begin = first_tile + ((group - first_tile) % GROUPS + GROUPS) % GROUPS;
-    if (begin > last_tile) return;
+    // The piece's first group is so many behind that of the first tile, or the latter is among the piece's.
+    const int groups = GROUPS / pieces, behind = (int)((piece * groups - first_tile) % GROUPS + GROUPS) % GROUPS;
+    const bool reports = behind == 0 || behind > GROUPS - groups;  // one piece does
+    if (!reports && first_tile + behind > last_tile) return;
 
     MEMRA_DYN_SHARED(uint8_t, bytes);
     const Shared s = carve(bytes, width, head_dim_k, head_dim_v);
     const int stride = (head_dim_k > head_dim_v ? head_dim_k : head_dim_v) + PAD;
     load_query(s, work, q + (long long)seq * rows * n_head * head_dim_k, n_head, head, head_dim_k, scale, width,
-               begin == first_tile ? health : nullptr, layer);  // one group reports
+               reports ? health : nullptr, layer);
     float out[MT][NT][4] = {}, most[2 * NT], sum[2 * NT] = {};
-    for (int i = 0; i < 2 * NT; i++) most[i] = minus_infinity();
-    for (long long tile = begin; tile <= last_tile; tile += GROUPS) {
-        load_tile(s, work, k, k_tok_bytes, k_format, head, head_dim_k, stride, tile, false);
-        __syncthreads();
-        scores<NT>(s, work, head_dim_k, stride, tile);
-        __syncthreads();
-        softmax<NT>(s, most, sum);
-        load_tile(s, work, v, v_tok_bytes, v_format, head, head_dim_v, stride, tile, true);
-        __syncthreads();
-        weigh<MT, NT>(s, work, head_dim_v, stride, tile, out);
-        __syncthreads();
+    float all_out[MT][NT][4] = {}, all_most[2 * NT], all_sum[2 * NT] = {};
+    for (int i = 0; i < 2 * NT; i++) most[i] = all_most[i] = minus_infinity();
+    for (int group = 0; group < groups; group++) {
+        const long long begin = first_tile + (behind + group) % GROUPS;
+        if (begin > last_tile) continue;
+        for (long long tile = begin; tile <= last_tile; tile += GROUPS) {
+            load_tile(s, work, k, k_tok_bytes, k_format, head, head_dim_k, stride, tile, false);
+            __syncthreads();
+            scores<NT>(s, work, head_dim_k, stride, tile);
+            __syncthreads();
+            softmax<NT>(s, most, sum);
+            load_tile(s, work, v, v_tok_bytes, v_format, head, head_dim_v, stride, tile, true);
+            __syncthreads();
+            weigh<MT, NT>(s, work, head_dim_v, stride, tile, out);
+            __syncthreads();
+        }
+        fold<MT, NT>(s, out, most, sum, all_out, all_most, all_sum);
     }
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int entry = head_dim_v + TAIL;
-    part += (long long)seq * rows * n_head * GROUPS * entry;
+    part += (long long)seq * rows * n_head * pieces * entry;
     for (int n = 0; n < NT; n++) {
         for (int i = 0; i < 4; i++) {
             const int column = 8 * n + 2 * t + (i & 1);
             if (column >= work.columns) continue;
             const int row = (work.first_column + column) / gqa, of_head = head * gqa + (work.first_column + column) % gqa;
-            float* to = part + (((long long)row * n_head + of_head) * GROUPS + group) * entry;
+            float* to = part + (((long long)row * n_head + of_head) * pieces + piece) * entry;
             for (int m = 0; m < MT; m++) {
                 const int d = (warp + 4 * m) * 16 + g + 8 * (i / 2);
-                if (d < head_dim_v) to[d] = out[m][n][i];
+                if (d < head_dim_v) to[d] = all_out[m][n][i];
             }
         }
     }
@@ -207,9 +249,9 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
         const int column = warp + 4 * i;
         if (lane != 0 || column >= work.columns) continue;
         const int row = (work.first_column + column) / gqa, of_head = head * gqa + (work.first_column + column) % gqa;
-        float* to = part + (((long long)row * n_head + of_head) * GROUPS + group) * entry;
-        to[head_dim_v] = most[i];
-        to[head_dim_v + 1] = sum[i];
+        float* to = part + (((long long)row * n_head + of_head) * pieces + piece) * entry;
+        to[head_dim_v] = all_most[i];
+        to[head_dim_v + 1] = all_sum[i];
     }
 }
 
@@ -218,10 +260,10 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     extern "C" __global__ void __launch_bounds__(THREADS) name(                                                            \
             const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,                \
             long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,           \
-            long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,                       \
+            long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part, int pieces,           \
             const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                                          \
         attend<MT, NT>(q, k, v, pos_d, slot, rows, max_ctx, n_head, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes,        \
-                       v_tok_bytes, k_format, v_format, scale, window, part, seqs, n_seqs, health, layer);                 \
+                       v_tok_bytes, k_format, v_format, scale, window, part, pieces, seqs, n_seqs, health, layer);         \
     }                                                                                                                      \
     MEMRA_EXPORT(name)
 ATTEND(attend_64, 1, 1)

@@ -5,7 +5,7 @@
 
 #define TILE 64
 #define GROUPS 132
-#define FOLD 11   // groups that are folded into one first
+#define FOLD 11   // groups that are folded into one first, by fold_sum() one after the other
 #define FOLDS 12  // and the number of those
 #define TAIL 4    // f32 behind the values of a partial sum: maximum, weight, and two that are unused, for alignment
 #define THREADS 128
@@ -26,6 +26,25 @@ static __device__ float minus_infinity() { return __uint_as_float(0xFF800000u); 
 // Which keys a row sees: first .. last. window 0: all up to its own position.
 static __device__ long long first_key(long long last, int window) {
     return window > 0 && last >= window ? last - window + 1 : 0;
+}
+
+// What two sums are to be multiplied by, so that both stand against the larger of their references.
+struct Worth {
+    float before, own;
+};
+
+// `reference` is that of the sums so far, minus infinity before the first, and becomes the larger of the two.
+static __device__ Worth fold_reference(float& reference, float own) {
+    const float now = memra_max(reference, own), base = now == minus_infinity() ? 0.0f : now;
+    const Worth worth = {exp2_of(__fsub_rn(reference, base)), exp2_of(__fsub_rn(own, base))};
+    reference = now;
+    return worth;
+}
+
+// The next group's sum, of values or of weights, on top of that of the fold's groups before: whoever folds does it so.
+// Never a negative zero, so that a group whose keys a column does not see, a sum of 0 against minus infinity, changes no bit.
+static __device__ float fold_sum(float before, float own, Worth worth) {
+    return __fadd_rn(__fmaf_rn(own, worth.own, __fmul_rn(before, worth.before)), 0.0f);
 }
 
 // Bytes of a block that may start at any even address, as words.
@@ -98,7 +117,8 @@ struct Shared {
     float* d;         // (TILE, head_dim_k / 32)
     float* score;     // (columns, TILE)
     float* factor;    // (columns): from the sum of codes to a power of two
-    float* rescale;   // (columns): what the old sums are worth
+    float* rescale;   // (columns): what the old sums are worth,
+    float* own;       // (columns): and those of a group that is folded
     int* odd;         // whether V holds something that 0 does not silence
 };
 
@@ -112,7 +132,8 @@ static __device__ Shared carve(uint8_t* bytes, int columns, int head_dim_k, int 
     s.score = s.d + TILE * (head_dim_k / 32);
     s.factor = s.score + columns * TILE;
     s.rescale = s.factor + columns;
-    s.odd = (int*)(s.rescale + columns);
+    s.own = s.rescale + columns;
+    s.odd = (int*)(s.own + columns);
     return s;
 }
 

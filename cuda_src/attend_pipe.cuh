@@ -38,7 +38,8 @@ struct Block {
     int query_bytes; // of one K/V head and 8 columns
     int weight;      // (2, n_head_kv, tokens / 16, NT, 32 lanes) of 8 bytes: fragments of the weights
     int factor;      // (n_head_kv, 8 NT) f32: from a sum of codes to a power of two
-    int most;        // (n_head_kv, team_warps, 8 NT) f32
+    int most;        // (n_head_kv, team_warps, 8 NT) f32: the largest scores of a warp's keys,
+    int sum;         // and as many: the sums of what its keys weigh
     __device__ constexpr int team_warps() const { return 1 << team_shift; }
     __device__ constexpr int slabs() const { return tokens / 16; }
 };
@@ -80,7 +81,7 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
 
     b.query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16);
     const int query = n_head_kv * nt * b.query_bytes, weight = 2 * n_head_kv * b.slabs() * nt * 256;
-    const int reals = 4 * 8 * nt * n_head_kv * (1 + b.team_warps());
+    const int of_warps = 4 * 8 * nt * n_head_kv * b.team_warps(), reals = 4 * 8 * nt * n_head_kv + 2 * of_warps;
     int room = PIPE_SHARED_BYTES - FIXED_BYTES - query - weight - reals;
     const int both = room / (b.k.stage_bytes + b.v.stage_bytes), pairs = both < 15 ? both : 15;
     room -= pairs * (b.k.stage_bytes + b.v.stage_bytes);
@@ -96,6 +97,7 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
     b.weight = b.query + query;
     b.factor = b.weight + weight;
     b.most = b.factor + 4 * n_head_kv * 8 * nt;
+    b.sum = b.most + of_warps;
     b.k.ring = b.factor + (reals + 127) / 128 * 128;
     b.v.ring = b.k.ring + b.k.stages * b.k.stage_bytes;
     return b;
@@ -115,29 +117,50 @@ struct View {
     __device__ bool sees(int column, int key) const { return key <= last(column) && key >= first(column); }
 };
 
-// The stages of one block, in order: a group's tiles ascending, of each the stages that hold a key that a column sees.
+// The stages of a task, in order: the groups of its piece ascending, of each its tiles ascending, of a tile the stages that
+// hold a key that a column sees.
 struct Walk {
-    int tile, part;           // part: stage of the tile
-    int last_tile, last_part, parts;
-    __device__ bool more() const { return tile < last_tile || (tile == last_tile && part <= last_part); }
+    int tile, part;     // part: stage of the tile
+    bool starts;        // the first stage of its group
+    int begin, groups;  // the group's first tile; groups to go, this one among them
+    int first_tile, first_part, last_tile, last_part, parts;
+    __device__ bool more() const { return groups > 0; }
+    __device__ int first_token(int tokens) const { return tile * TILE + part * tokens; }
     __device__ void next() {
+        starts = false;
         if (++part == parts) {
             part = 0;
             tile += GROUPS;
         }
+        if (tile < last_tile || (tile == last_tile && part <= last_part)) return;
+        begin++;
+        groups--;
+        enter();
     }
-    __device__ int first_token(int tokens) const { return tile * TILE + part * tokens; }
+    // To the group that begins at tile `begin`; where that has no key, to the next one that has.
+    __device__ void enter() {
+        const int around = first_tile + GROUPS - begin;  // groups from this one to that of the first tile
+        if (around == 0 || begin > last_tile) {
+            begin = first_tile;
+            groups -= around;
+        }
+        tile = begin;
+        part = begin == first_tile ? first_part : 0;
+        starts = true;
+    }
 };
 
-// From the first key of the first row to the last key of the last one; both below 2^31.
-static __device__ Walk walk_of(int group, int first, int last, int tokens) {
+// Of `groups` groups from `group` on: from the first key of the first row to the last key of the last one; both below 2^31.
+static __device__ Walk walk_of(int group, int groups, int first, int last, int tokens) {
     Walk walk;
-    const int first_tile = first / TILE;
+    walk.groups = groups;
     walk.parts = TILE / tokens;
-    walk.tile = first_tile + (group + GROUPS - first_tile % GROUPS) % GROUPS;
-    walk.part = walk.tile == first_tile ? first % TILE / tokens : 0;
+    walk.first_tile = first / TILE;
+    walk.first_part = first % TILE / tokens;
     walk.last_tile = last / TILE;
     walk.last_part = last % TILE / tokens;
+    walk.begin = walk.first_tile + (group + GROUPS - walk.first_tile % GROUPS) % GROUPS;
+    walk.enter();
     return walk;
 }
 

@@ -1,9 +1,15 @@
 // attend_pipe_block.cuh: the text of all entries attend_pipe_*: attend for GPUs that copy in bulk (sm_90).
 //
-// One block per group (and the next sequence's same group when it is done). Four warps bring stages of K and V, rows of all
-// K/V heads as they lie in memory, into two rings; eight warps compute, a team of them for each K/V head. A warp scores
-// 16 keys of a stage (or SLABS times 16) for all columns of its head, hands their weights to its team, and sums up its
-// own dims of V over the keys of the stage before, so that the two kinds of work overlap.
+// A block works on one piece of the keys of a sequence, then on one of the next sequence: a group, or where a launch has many
+// sequences a fold, eleven neighbouring groups one after the other. Four warps bring stages of K and V, rows of all K/V heads
+// as they lie in memory, into two rings, and do not stop where a piece ends; eight warps compute, a team of them for each
+// K/V head. A warp scores 16 keys of a stage (or SLABS times 16) for all columns of its head, hands their weights to its
+// team, and sums up its own dims of V over the keys of the stage before, so that the two kinds of work overlap.
+//
+// The first stage of a group is scored against no reference: the team agrees on one when the values of the stage before,
+// the last of its group, have been summed up. There those sums go on top of the fold's, which stay in registers until
+// the piece ends. What a fold does with a group is what attend_combine does with it, fold_sum(), so that no bit depends on
+// which of them did it; entries with more than 8 columns, whose sums take all registers, have groups only.
 //
 // Scores: of q8_0, products of bytes; a query is 256 * high + low, 15 bits below its largest element, and the sum over a
 // block is an integer that d scales. Of fp8, products of f16, a query is two f16. The reference that weights stand
@@ -16,71 +22,51 @@
 
 #include "attend_pipe_query.cuh"
 #include "attend_pipe_score.cuh"
+#include "attend_pipe_task.cuh"
 #include "attend_pipe_weigh.cuh"
 
 #if !MEMRA_PTX || __CUDA_ARCH__ == 900
 
 #define BRING_REGISTERS 40     // of a thread that brings K and V, and
-#define COMPUTE_REGISTERS 232  // of one that computes, where it needs them; 168 each before they split
+#define COMPUTE_REGISTERS 232  // of one that computes; 168 each before they split
 
-// What a launch is about, as its entry got it.
-struct Launch {
-    const float* q;
-    const uint8_t *k, *v;
-    const int* pos_d;
-    long long slot, max_ctx;
-    int rows, n_head, gqa, window, layer, n_seqs;
-    float* part;
-    const memra_seq* seqs;
-    memra_health* health;
-
-    __device__ View columns_from(int first_column, int width) const {
-        const int left = rows * gqa - first_column;
-        View view;
-        view.pos = 0;
-        view.window = window;
-        view.gqa = gqa;
-        view.reciprocal = rows == 1 ? 0 : (0x7FFFFFFFu + (unsigned)gqa) / (unsigned)gqa;
-        view.first_column = first_column;
-        view.columns = left < width ? left : width;
-        return view;
-    }
-    // Partial sums of one group, for a query head of a row.
-    __device__ float* sums(const Block& b, const Task& task, int row, int head, int group) const {
-        const long long before = (long long)task.seq * rows * n_head + row * n_head + head;
-        return part + (before * GROUPS + group) * (b.head_dim_v + TAIL);
-    }
-    __device__ const float* queries(const Block& b, int seq) const {
-        return q + (long long)seq * rows * n_head * b.head_dim_k;
-    }
-    __device__ long long position(int seq) const { return memra_slot(seqs ? (const int*)seqs[seq].pos_d : pos_d, slot); }
-
-    // Whether a group has keys for these columns of a sequence at `pos`.
-    __device__ __forceinline__ bool task_of(const Block& b, int seq, long long pos, const View& columns, int group,
-                                            Task& task) const {
-        const long long tokens = seqs ? seqs[seq].max_ctx : max_ctx;
-        task.health = seqs ? (memra_health*)seqs[seq].health : health;
-        if (pos < 0 || pos + rows > tokens) {
-            const bool reports = group + columns.first_column == 0 && threadIdx.x == 0;
-            if (reports) memra_report(task.health, MEMRA_FAULT_SLOT_RANGE, layer, pos, 1);
-            return false;
+// Sums of a group, or of a fold, for the dims of V of a warp: of lane (g, t) columns 8n + 2t, 8n + 2t + 1.
+template <int WORDS, int NT>
+struct Sums {
+    float value[4 * WORDS][NT][4], weight[NT][2], reference[NT][2];
+    __device__ void clear() {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int d = 0; d < 4 * WORDS; d++) value[d][n][i] = 0.0f;
+            }
+            weight[n][0] = weight[n][1] = 0.0f;
+            reference[n][0] = reference[n][1] = minus_infinity();
         }
-        task.view = columns;
-        task.view.pos = (int)pos;
-        task.walk = walk_of(group, task.view.first(0), task.view.last(columns.columns - 1), b.tokens);
-        task.k = seqs ? (const uint8_t*)seqs[seq].k : k;
-        task.v = seqs ? (const uint8_t*)seqs[seq].v : v;
-        task.tokens = (int)tokens;
-        task.seq = seq;
-        task.reports = task.walk.tile == task.view.first(0) / TILE;
-        return task.walk.more();
+    }
+    __device__ void fold(const Sums& group) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const Worth worth = fold_reference(reference[n][i], group.reference[n][i]);
+                weight[n][i] = fold_sum(weight[n][i], group.weight[n][i], worth);
+#pragma unroll
+                for (int d = 0; d < 4 * WORDS; d++) {
+                    value[d][n][i] = fold_sum(value[d][n][i], group.value[d][n][i], worth);
+                    value[d][n][i + 2] = fold_sum(value[d][n][i + 2], group.value[d][n][i + 2], worth);
+                }
+            }
+        }
     }
 };
 
 // A warp's way through the stages of a task, and what it leaves in part.
 template <int WORDS, int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, const Launch& launch, const Task& task,
-                                               Turn& k_turn, Turn& v_turn, int group) {
+                                               const View& view, Walk next, Turn& k_turn, Turn& v_turn) {
     constexpr int HELD = FIXED && NT == 1 ? 8 : 1;  // fragments of a query that a lane keeps
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int team_warps = b.team_warps(), threads = 32 * team_warps;
@@ -88,7 +74,6 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     const int slabs = b.slabs(), quarter = b.tokens / QUARTERS, first_dim = member * 64 * WORDS;
     const int own_slab = SLABS * member, scorers = slabs / SLABS;
     const bool scores = member < scorers, sums = first_dim < b.head_dim_v;
-    const View& view = task.view;
     const int any_from = view.first(0), all_from = view.first(view.columns - 1);
     const int all_to = view.last(0), any_to = view.last(view.columns - 1);
 
@@ -111,40 +96,44 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     const int lane_dim = first_dim + (v_fp8 ? VFp8<WORDS>::first_dim(g) : VQ5<WORDS>::first_dim(g));
     const int step = v_fp8 ? VFp8<WORDS>::step : VQ5<WORDS>::step;
     const int apart = v_fp8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
-    const uint32_t base = f16_1024();
+    const uint32_t base = f16_1024(launch.rows);
     // Two sets of weights, of which one is written while the other is read.
     uint2* const weights = (uint2*)(bytes + b.weight) + head * slabs * NT * 32;
     const int other = b.n_head_kv * slabs * NT * 32;
     float* const most = (float*)(bytes + b.most) + head * team_warps * 8 * NT;
+    float* const weight_sums = (float*)(bytes + b.sum) + head * team_warps * 8 * NT;
 
-    float out[4 * WORDS][NT][4] = {}, sum[NT] = {}, reference[NT][2], score[SLABS][NT][4];
-#pragma unroll
-    for (int n = 0; n < NT; n++) reference[n][0] = reference[n][1] = minus_infinity();
-
-    Walk next = task.walk, behind = task.walk;  // of K, and of V one stage later
-    bool first = true;
-    for (int set = other; first || behind.more(); set = other - set) {
-        // The scores of the next stage.
-        const bool more = next.more();
+    Sums<WORDS, NT> group, all;  // of the group that the warp is in, and, where it folds, of those before
+    float sum[NT] = {}, score[SLABS][NT][4];  // sum: of column 8n + g, over the lane's keys
+    group.clear();
+    all.clear();
+    int weighed_token = 0;  // of the stage whose scores are known, and whose values come next
+    bool scored_one = false;
+    for (int set = other;; set = other - set) {
+        // The scores of the next stage. Of a group's first one the team agrees on a reference, before they weigh anything.
+        const bool more = next.more(), starts = more && next.starts;
         const int scored = k_turn.stage, scored_token = next.first_token(b.tokens);
         uint2* const own_weights = weights + (other - set) + own_slab * NT * 32;
-        bool raise = first;
+        bool raise = false;
         if (more) {
             memra_pipe_wait(b.k.full_pipe(bytes, scored), k_turn.parity);
             if (scores) {
                 score_stage<NT, SLABS, FIXED>(b, b.k.stage(bytes, scored), scorer, view, held, scored_token, score);
-                if (!first) raise = hand_over<NT, SLABS>(score, reference, own_weights);
+                if (starts) {
+                    publish_most<NT, SLABS>(score, most + member * 8 * NT);
+                } else {
+                    raise = hand_over<NT, SLABS>(score, group.reference, own_weights);
+                }
             }
-            __syncwarp();
-            if (lane == 0) memra_pipe_arrive(b.k.empty_pipe(bytes, scored));
+            memra_pipe_arrive(b.k.empty_pipe(bytes, scored));  // every lane for what it has read itself
             k_turn.next(b.k.stages);
             next.next();
         }
         // The values of the stage before.
-        if (!first) {
+        if (scored_one) {
             memra_pipe_wait(b.v.full_pipe(bytes, v_turn.stage), v_turn.parity);
             uint8_t* head_rows = b.v.stage(bytes, v_turn.stage) + head * b.v.head_bytes;
-            const int start = behind.first_token(b.tokens), stop = start + b.tokens - 1;
+            const int start = weighed_token, stop = start + b.tokens - 1;
             if (start < any_from || stop > any_to) {  // rows that nobody sees become 0, whatever stands there
                 for (int i = member; i < b.tokens; i += team_warps) {
                     if (start + i >= any_from && start + i <= any_to) continue;
@@ -156,6 +145,12 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                 memra_team_sync(team, threads);
             }
             if (scores) add_weights<NT, SLABS>(weights + set + own_slab * NT * 32, sum);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {  // over the lanes that have some of a column; who needs it adds the team's up
+                const float two = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 1));
+                const float four = __fadd_rn(two, __shfl_xor_sync(MEMRA_ALL_LANES, two, 2));
+                if (t == 0) weight_sums[(member * NT + n) * 8 + g] = four;
+            }
             if (sums) {
                 const int dims = FIXED || b.head_dim_v - first_dim > 64 * WORDS ? 64 * WORDS : b.head_dim_v - first_dim;
                 const uint8_t* own_rows = b.v.stage(bytes, v_turn.stage) + v_at;
@@ -166,38 +161,48 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                     done = any_odd(split);
                     if (done) {
                         float kept[4 * WORDS][NT][4];
-                        copy_sums<WORDS, NT>(out, kept);
+                        copy_sums<WORDS, NT>(group.value, kept);
                         weigh_odd_stage<WORDS, NT>(split, kept);
-                        copy_sums<WORDS, NT>(kept, out);
+                        copy_sums<WORDS, NT>(kept, group.value);
                     }
                 }
                 if (!done && b.v_format == MEMRA_Q5_1) {
-                    weigh_stage<VQ5<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
+                    weigh_stage<VQ5<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, group.value);
                 } else if (!done && b.v_format == MEMRA_Q4_0) {
-                    weigh_stage<VQ4<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
+                    weigh_stage<VQ4<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, group.value);
                 } else if (!done) {
-                    weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, out);
+                    weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, base, group.value);
                 }
             }
-            __syncwarp();
-            if (lane == 0) memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
+            memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
             v_turn.next(b.v.stages);
-            behind.next();
-            raise = memra_team_any(team, threads, raise);
         }
-        // Where a score has passed its reference, the team agrees on the next one.
-        if (more && raise) {
+        raise = memra_team_any(team, threads, raise);
+        if (!more) break;
+        if (starts) {
+            // The sums of the group before, if there is one, go to the fold's; then the reference and the weights of this one.
+            // No branch parts these, so that one's latencies are filled by the others.
+            if (NT == 1) {
+                sum_weights<NT>(weight_sums, scorers, scored_one, group.weight);
+                all.fold(group);
+                group.clear();
+                sum[0] = 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const float2 largest = largest_of<NT>(most, scorers, n);
+                raised(group.reference[n][0], largest.x);
+                raised(group.reference[n][1], largest.y);
+            }
+            if (scores) hand_over<NT, SLABS>(score, group.reference, own_weights);
+            memra_team_sync(team, threads);
+        } else if (raise) {  // a score has passed its reference: the team agrees on the next one
             if (scores) publish_most<NT, SLABS>(score, most + member * 8 * NT);
             memra_team_sync(team, threads);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                float2 all = make_float2(minus_infinity(), minus_infinity());
-                for (int i = 0; i < scorers; i++) {
-                    const float2 two = *(const float2*)(most + (i * NT + n) * 8 + 2 * t);
-                    all = make_float2(memra_max(all.x, two.x), memra_max(all.y, two.y));
-                }
-                const float worth[2] = {raised(reference[n][0], all.x), raised(reference[n][1], all.y)};
-                if (first) continue;  // there are no sums yet
+                const float2 largest = largest_of<NT>(most, scorers, n);
+                const float worth[2] = {raised(group.reference[n][0], largest.x), raised(group.reference[n][1], largest.y)};
                 // The sum of weights of column g: the factors of columns 2i, 2i + 1 are in lane i.
                 const float even = __shfl_sync(MEMRA_ALL_LANES, worth[0], g / 2);
                 const float odd = __shfl_sync(MEMRA_ALL_LANES, worth[1], g / 2);
@@ -205,24 +210,22 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
 #pragma unroll
-                    for (int d = 0; d < 4 * WORDS; d++) out[d][n][i] = __fmul_rn(out[d][n][i], worth[i & 1]);
+                    for (int d = 0; d < 4 * WORDS; d++) group.value[d][n][i] = __fmul_rn(group.value[d][n][i], worth[i & 1]);
                 }
             }
-            if (scores) hand_over<NT, SLABS>(score, reference, own_weights);
+            if (scores) hand_over<NT, SLABS>(score, group.reference, own_weights);
             memra_team_sync(team, threads);
         }
-        first = false;
+        scored_one = true;
+        weighed_token = scored_token;
     }
 
-    // The sums of weights: of a column over the lanes that have some, then over the team's warps.
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-        sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 1));
-        sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(MEMRA_ALL_LANES, sum[n], 2));
-        if (t == 0) most[(member * NT + n) * 8 + g] = sum[n];
+    if (!sums) return;  // of V
+    sum_weights<NT>(weight_sums, scorers, true, group.weight);
+    if (launch.pieces == FOLDS) {
+        all.fold(group);
+        group = all;
     }
-    memra_team_sync(team, threads);
-    if (!sums) return;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
@@ -230,7 +233,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
             const int column = 8 * n + 2 * t + i, row = view.row(column);
             if (column >= view.columns) continue;
             const int of_head = view.first_column + column - row * view.gqa;
-            float* to = launch.sums(b, task, row, head * view.gqa + of_head, group);
+            float* to = launch.sums(b, task, row, head * view.gqa + of_head);
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
                 const int d = lane_dim + w * step;
@@ -238,14 +241,12 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int x = i + 2 * half;
-                    *(float4*)(to + d + half * apart) = make_float4(out[4 * w][n][x], out[4 * w + 1][n][x],
-                                                                    out[4 * w + 2][n][x], out[4 * w + 3][n][x]);
+                    *(float4*)(to + d + half * apart) = make_float4(group.value[4 * w][n][x], group.value[4 * w + 1][n][x],
+                                                                    group.value[4 * w + 2][n][x], group.value[4 * w + 3][n][x]);
                 }
             }
             if (member == 0 && g == 0) {
-                float weight = 0.0f;
-                for (int j = 0; j < scorers; j++) weight = __fadd_rn(weight, most[(j * NT + n) * 8 + 2 * t + i]);
-                *(float2*)(to + b.head_dim_v) = make_float2(reference[n][i], weight);
+                *(float2*)(to + b.head_dim_v) = make_float2(group.reference[n][i], group.weight[n][i]);
             }
         }
     }
@@ -267,80 +268,78 @@ static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes,
 template <int WORDS, int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void attend(const Block& b, const Launch& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
-    const long long first_pos = launch.position(0);  // what all else waits for
-    const int warp = threadIdx.x / 32, columns = launch.rows * launch.gqa;
+    const int warp = threadIdx.x / 32;
+    Tasks tasks(launch);  // asks for positions, what all else waits for
     const int computing = b.n_head_kv << b.team_shift;  // warps
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
             memra_pipe_init(b.k.full_pipe(bytes, i), QUARTERS);
-            memra_pipe_init(b.k.empty_pipe(bytes, i), computing);
+            memra_pipe_init(b.k.empty_pipe(bytes, i), 32 * computing);
         }
         for (int i = 0; i < b.v.stages; i++) {
             memra_pipe_init(b.v.full_pipe(bytes, i), QUARTERS);
-            memra_pipe_init(b.v.empty_pipe(bytes, i), computing);
+            memra_pipe_init(b.v.empty_pipe(bytes, i), 32 * computing);
         }
         memra_pipe_init_done();
     }
     __syncthreads();
 
     Turn k_turn = {0, 0, true}, v_turn = k_turn;
-    unsigned number = blockIdx.x;  // its remainder is the group: another one of each task, so that short ones spread
-    Task task;
     if (warp >= TEAM_WARPS) {
-        if (NT > 1 || !FIXED) memra_give_registers<BRING_REGISTERS>();
-        for (int seq = 0; seq < launch.n_seqs; seq++) {
-            const long long pos = seq ? launch.position(seq) : first_pos;
-            for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
-                const View view = launch.columns_from(first_column, 8 * NT);
-                if (!launch.task_of(b, seq, pos, view, (int)(number % GROUPS), task)) continue;
-                if (threadIdx.x % 32 != 0) continue;
-                for (Walk walk = task.walk; walk.more(); walk.next()) {
-                    const int first_token = walk.first_token(b.tokens), c = warp - TEAM_WARPS;
-                    if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
-                    bring(b.k, bytes, k_turn, task.k, c, first_token, b.tokens, task.tokens);
-                    k_turn.next(b.k.stages);
-                    if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(bytes, v_turn.stage), v_turn.parity ^ 1);
-                    bring(b.v, bytes, v_turn, task.v, c, first_token, b.tokens, task.tokens);
-                    v_turn.next(b.v.stages);
-                }
+        memra_give_registers<BRING_REGISTERS>();
+        while (tasks.next(b, launch)) {
+            if (threadIdx.x % 32 != 0) continue;
+            const Task& task = tasks.task;
+            const uint8_t *const k = launch.k_of(task.seq), *const v = launch.v_of(task.seq);
+            const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
+            for (Walk walk = tasks.walk; walk.more(); walk.next()) {
+                const int first_token = walk.first_token(b.tokens);
+                if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
+                bring(b.k, bytes, k_turn, k, c, first_token, b.tokens, tokens);
+                k_turn.next(b.k.stages);
+                if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(bytes, v_turn.stage), v_turn.parity ^ 1);
+                bring(b.v, bytes, v_turn, v, c, first_token, b.tokens, tokens);
+                v_turn.next(b.v.stages);
             }
         }
     } else {
-        if (NT > 1 || !FIXED) memra_take_registers<COMPUTE_REGISTERS>();
+        memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
         constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
+        constexpr bool AHEAD = NT * WORDS == 1;  // a task's, while the one before is worked on: there are registers
         const int head = warp >> b.team_shift, member = warp & (b.team_warps() - 1), lane = threadIdx.x & 31;
         float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
         // The first queries are asked for before the position is known.
+        const Task guess = {launch.first_seq(), 0, 0, 0};
         Queries<COLUMNS> some;
-        some.load(b, launch.queries(b, 0), launch.columns_from(0, 8 * NT), member);
-        bool loaded = true;
-        for (int seq = 0; seq < launch.n_seqs; seq++) {
-            const long long pos = seq ? launch.position(seq) : first_pos;
-            for (int first_column = 0; first_column < columns; first_column += 8 * NT, number += 53) {
-                const View view = launch.columns_from(first_column, 8 * NT);
-                const float* q = launch.queries(b, seq);
-                const int group = (int)(number % GROUPS);
-                const bool works = launch.task_of(b, seq, pos, view, group, task);
-                if (works && !loaded) {
-                    memra_team_sync(1 + head, 32 * b.team_warps());  // the queries before are done with
-                    some.load(b, q, view, member);
-                }
-                loaded = false;
-                if (!works) continue;
-                some.store(b, bytes, view, member, scale);
-                for (int c = member + COLUMNS * b.team_warps(); c < view.columns; c += COLUMNS * b.team_warps()) {
-                    some.load(b, q, view, c);
-                    some.store(b, bytes, view, c, scale);
-                }
-                // Columns that nobody needs weigh nothing, whatever stands in their fragments.
-                if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
-                memra_team_sync(1 + head, 32 * b.team_warps());
-                if (task.reports && member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR) {
-                    memra_report(task.health, MEMRA_FAULT_NONFINITE, launch.layer, task.view.last(lane), 1);
-                }
-                some = Queries<COLUMNS>();  // which take no registers from here on
-                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, k_turn, v_turn, group);
+        if (guess.seq < launch.n_seqs) some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
+        Task task = guess;
+        View view;
+        Walk walk;
+        for (bool busy = false;; busy = true) {
+            const bool more = tasks.next(b, launch);
+            const float* q = launch.queries(b, tasks.task.seq);
+            const bool loads = more && (busy || tasks.task.seq != guess.seq || tasks.task.first_column != 0);
+            if (AHEAD && loads) some.load(b, q, tasks.view, member);
+            if (busy) {
+                if (!AHEAD) some = Queries<COLUMNS>();  // which take no registers meanwhile
+                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, view, walk, k_turn, v_turn);
+            }
+            if (!more) break;
+            task = tasks.task;
+            view = tasks.view;
+            walk = tasks.walk;
+            if (!AHEAD && loads) some.load(b, q, view, member);
+            some.store(b, bytes, view, member, scale);
+            for (int c = member + COLUMNS * b.team_warps(); c < 8 * NT && c < view.columns; c += COLUMNS * b.team_warps()) {
+                some.load(b, q, view, c);
+                some.store(b, bytes, view, c, scale);
+            }
+            // Columns that nobody needs weigh nothing, whatever stands in their fragments.
+            if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
+            memra_team_sync(1 + head, 32 * b.team_warps());
+            if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(task, view)) {
+                launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
             }
         }
     }
@@ -348,7 +347,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
 
 #define ATTEND_ON(block, WORDS, NT, SLABS, FIXED)                                                                          \
     const Launch launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv, window, layer, n_seqs,    \
-                           part, seqs, health};                                                                            \
+                           part, NT == 1 ? pieces : GROUPS, seqs, health};                                                  \
     attend<WORDS, NT, SLABS, FIXED>(block, launch, scale)
 #define BODY(WORDS, NT)                                                                                                    \
     const Block block = block_of(NT, 1, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);   \
@@ -369,7 +368,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,                 \
             long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,            \
             long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,                        \
-            const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                                           \
+            int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                               \
         body;                                                                                                              \
     }                                                                                                                      \
     MEMRA_EXPORT(name)

@@ -64,14 +64,9 @@ static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, con
 // 4 dims, and 4 more that lie `apart` further. Fragment (w, j): dims first + step * w + j, and + apart.
 // load: `row` is where the warp's dims begin; its lanes read no further than the `dims` of the head that lie from there on.
 
-// 1024 as two f16, in a register: an instruction that masks and merges has room for one constant only.
-static __device__ uint32_t f16_1024() {
-    uint32_t pair = 0x64006400u;
-#if MEMRA_PTX
-    asm volatile("mov.u32 %0, 0x64006400;" : "=r"(pair));
-#endif
-    return pair;
-}
+// 1024 as two f16, in a register: an instruction that masks and merges has room for one constant only. The compiler, which
+// would make two of it, does not know that a launch has no negative number of rows.
+static __device__ uint32_t f16_1024(int rows) { return 0x64006400u | (unsigned)rows >> 31; }
 
 // Codes of two keys as f16 above 1024: nibbles at bit 0 or 4 of each half, and their fifth bit.
 static __device__ uint32_t code_pair(uint32_t nibbles, uint32_t fifth, bool high, int bit, uint32_t base) {

@@ -1,17 +1,7 @@
-// attend_pipe_query.cuh: what a block has to do for some columns of one sequence, and their queries as fragments.
+// attend_pipe_query.cuh: the queries of some columns of one sequence as fragments.
 #pragma once
 
 #include "attend_pipe_kv.cuh"
-
-// What a block does for one chunk of columns of one sequence.
-struct Task {
-    const uint8_t *k, *v;
-    memra_health* health;
-    View view;
-    Walk walk;
-    int seq, tokens;  // tokens: that the planes hold
-    bool reports;     // whether this block tells of queries that are not finite
-};
 
 #define BAD_FACTOR 0x7FC00001u  // a NaN that stands for a query that is not finite
 

@@ -111,6 +111,17 @@ static __device__ __forceinline__ void publish_most(const float score[SLABS][NT]
     }
 }
 
+// What was published for columns 8n + 2t and 8n + 2t + 1.
+template <int NT>
+static __device__ __forceinline__ float2 largest_of(const float* most, int scorers, int n) {
+    float2 largest = make_float2(minus_infinity(), minus_infinity());
+    for (int i = 0; i < scorers; i++) {
+        const float2 two = *(const float2*)(most + (i * NT + n) * 8 + 2 * (threadIdx.x & 3));
+        largest = make_float2(memra_max(largest.x, two.x), memra_max(largest.y, two.y));
+    }
+    return largest;
+}
+
 // Moves a reference where the largest score has passed it; what the sums are worth then, 1 where it has not.
 static __device__ float raised(float& reference, float most) {
     if (!(most > __fadd_rn(reference, RAISE_AT))) return 1.0f;

@@ -18,6 +18,21 @@ static __device__ __forceinline__ void add_weights(const uint2* weight, float su
     }
 }
 
+// Of columns 8n + 2t and 8n + 2t + 1, over the warps of a team; `sums` (warps, NT, 8) is what each has left, if any.
+template <int NT>
+static __device__ __forceinline__ void sum_weights(const float* sums, int warps, bool any, float weight[NT][2]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        float2 all = make_float2(0.0f, 0.0f);
+        for (int i = 0; i < warps; i++) {
+            const float2 two = *(const float2*)(sums + (i * NT + n) * 8 + 2 * (threadIdx.x & 3));
+            all = make_float2(__fadd_rn(all.x, two.x), __fadd_rn(all.y, two.y));
+        }
+        weight[n][0] = any ? all.x : 0.0f;
+        weight[n][1] = any ? all.y : 0.0f;
+    }
+}
+
 template <int WORDS, int NT>
 static __device__ __forceinline__ void copy_sums(const float from[4 * WORDS][NT][4], float to[4 * WORDS][NT][4]) {
 #pragma unroll
@@ -37,7 +52,7 @@ static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t
     // A row of fragments behind the head's dims is made of row 0, and nobody uses it: what follows in memory is another
     // team's to write.
     const int lane = threadIdx.x & 31, g = V::first_dim(lane / 4) < dims ? lane / 4 : 0;
-#pragma unroll(FIXED ? 2 : 1)
+#pragma unroll(!FIXED ? 1 : NT == 1 ? 4 : 2)
     for (int slab = 0; slab < b.slabs(); slab++) {
         uint32_t w[NT][2];
 #pragma unroll

@@ -425,10 +425,10 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   advance_batch      n_seqs / 128                                                           128       0
  *   copy_many          64 * n                                                                 256       0
  *   copy_rows          rows * (columns / 1024)                                                256       0
- *   attend_W           n_seqs * (rows * gqa / 8) * n_head_kv * 132                            128       S(8)
- *   attend_W_wide      n_seqs * (rows * gqa / 32) * n_head_kv * 132                           128       S(32)
+ *   attend_W           n_seqs * (rows * gqa / 8) * n_head_kv * pieces                         128       S(8)
+ *   attend_W_wide      n_seqs * (rows * gqa / 32) * n_head_kv * pieces                        128       S(32)
  *   attend_pipe_*      132                                                                    384       232448
- *   attend_combine     n_seqs * rows * n_head * (head_dim_v / 64)                             384       0
+ *   attend_combine     n_seqs * rows * n_head * (head_dim_v / 64) / (pieces == 132 ? 1 : 12)  384       0
  *
  * N is state_size: 32, 64, 128 or 256. The states of gdn_scan and recur_step lie at multiples of 16 bytes. `blocks` of
  * recur_step share a key head, and have `columns` columns each of the states that read it: no result depends on the two.
@@ -440,7 +440,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
  * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
  * S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
- * + 4 * (2 * head_dim_k + 66 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
+ * + 4 * (2 * head_dim_k + 67 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
  * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane: attend_pipe_W_C, and
  * attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both sides.
  */
@@ -498,16 +498,19 @@ MEMRA_API int memra_launch_copy_rows(
 /* On sm_90 the entry is one of attend_pipe_* where its geometry is served, whatever the position and the number of rows: at most
  * 8 K/V heads, head dims that are multiples of 64, tokens as above, and room for two stages of them in shared memory.
  * Elsewhere the entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is at most 99 KiB.
- * part has memra_attend_part_bytes of room; it and the planes are 16-byte aligned. */
+ * part has memra_attend_part_bytes of room, whatever pieces is; it and the planes are 16-byte aligned. */
 MEMRA_API int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
     int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, float scale, int32_t window, uint64_t part,
-    uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
+    int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
 MEMRA_API int memra_launch_attend_combine(
     memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
-    int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t n_head, int32_t head_dim_v, int32_t window, int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer);
+/* Partial sums for each head of a row, and pieces for both launches: 132 groups, or 12 folds of them, which fewer blocks
+ * make, for 8 sequences and more of at most 8 columns, rows * gqa, each. No result depends on it. */
+MEMRA_API int32_t memra_attend_pieces(int32_t n_seqs, int64_t columns);
 MEMRA_API uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v);
 /* Such room, shared by all that work on the device and never moved: what memra_attend takes its own from. */
 MEMRA_API int memra_attend_scratch(memra_device *device, uint64_t n_bytes, uint64_t *part);

@@ -4,6 +4,7 @@
  */
 #include "memra_internal.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 
 enum {
@@ -22,6 +23,9 @@ enum {
     ATTEND_TILE = 64,                  /* keys that are summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
+    ATTEND_FOLDS = 12,                 /* and folds of them, which one block may have summed up, */
+    ATTEND_FOLD_COLUMNS = 8,           /* where a launch has so many columns at most */
+    ATTEND_FOLD_SEQS = 8,              /* and so many sequences at least */
     ATTEND_TAIL = 4,                   /* f32 behind the values of a partial sum */
     ATTEND_THREADS = 128,
     ATTEND_NARROW = 8,                 /* columns of an attend block, */
@@ -71,8 +75,8 @@ static const char *params_of(enum memra_kernel k) {
         "ppppppppppiiifpipi", RECUR, RECUR, RECUR, RECUR, "piillllpi", "pplpplpiillllpi", "pppiillipi", "piipi",
         "pipi", "pplliipi",
     };
-    if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiipipi";
-    return is_attend(k) ? "ppppliliiiilliifippipi" : params[k];
+    if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiiipipi";
+    return is_attend(k) ? "ppppliliiiilliifipipipi" : params[k];
 }
 
 enum { NO_SUCH_PARAMETER = 1 }; /* CUDA_ERROR_INVALID_VALUE */
@@ -313,7 +317,7 @@ static int64_t attend_shared_bytes(int64_t columns, int64_t head_dim_k, int64_t 
     const int64_t widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v;
     const int64_t tile = ATTEND_TILE * (widest + ATTEND_PAD), query = 2 * columns * (head_dim_k + ATTEND_PAD);
     const int64_t weight = columns * (ATTEND_TILE + ATTEND_PAD);
-    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k / 32 + columns * (ATTEND_TILE + 2) + 1);
+    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k / 32 + columns * (ATTEND_TILE + 3) + 1);
 }
 
 /* What decides, beside the GPU, which path serves attention: AttendGeometry in kernels.py. */
@@ -339,7 +343,7 @@ static bool pipe_fits(const geometry *g, int64_t columns) {
     while (tokens > 16 && tokens * (g->k_tok_bytes + g->v_tok_bytes) > PIPE_STAGE_BYTES) tokens /= 2;
     const int64_t stages = stage_bytes(tokens, g->k_tok_bytes) + stage_bytes(tokens, g->v_tok_bytes);
     const int64_t query = heads * columns / 8 * g->head_dim_k * (g->k_format == MEMRA_FP8 ? 32 : 16);
-    const int64_t weight = 2 * heads * (tokens / 16) * columns * 32, reals = 4 * columns * heads * (1 + team_warps);
+    const int64_t weight = 2 * heads * (tokens / 16) * columns * 32, reals = 4 * columns * heads * (1 + 2 * team_warps);
     return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768;
 }
 
@@ -386,11 +390,22 @@ static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
     return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_64_8 + (int)e);
 }
 
+int32_t memra_attend_pieces(int32_t n_seqs, int64_t columns) {
+    return n_seqs >= ATTEND_FOLD_SEQS && columns <= ATTEND_FOLD_COLUMNS ? ATTEND_FOLDS : ATTEND_GROUPS;
+}
+
+static int check_pieces(int32_t pieces) {
+    if (pieces == ATTEND_GROUPS || pieces == ATTEND_FOLDS) return MEMRA_OK;
+    return memra_fail(
+        MEMRA_ERR_CONFIG, "attend: %d partial sums of a head; %d, or %d as memra_attend_pieces says", pieces,
+        ATTEND_GROUPS, ATTEND_FOLDS);
+}
+
 int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
     int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,
     int64_t v_tok_bytes, int32_t k_format, int32_t v_format, float scale, int32_t window, uint64_t part,
-    uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
+    int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
     static const struct {
         int32_t width;
         enum memra_kernel narrow, wide; /* the widest has no wide one */
@@ -407,32 +422,39 @@ int memra_launch_attend(
     if (n_head_kv < 1 || n_head < n_head_kv || n_head % n_head_kv)
         return memra_fail(MEMRA_ERR_UNSUPPORTED, "attend: %d query heads over %d K/V heads", n_head, n_head_kv);
     const int64_t n_columns = times(rows, n_head / n_head_kv);
+    MEMRA_TRY(check_pieces(pieces));
+    if (pieces == ATTEND_FOLDS && n_columns > ATTEND_FOLD_COLUMNS)
+        return memra_fail(MEMRA_ERR_CONFIG, "attend: folds of %" PRId64 " columns; at most %d", n_columns,
+                          ATTEND_FOLD_COLUMNS);
     const geometry g = {n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format};
     const enum memra_kernel pipe = device && device->arch == PIPE_ARCH ? pipe_entry(&g, n_columns) : MEMRA_N_KERNELS;
     if (pipe != MEMRA_N_KERNELS) {
         const int64_t all = times(n_seqs, n_columns), blocks = all > 0 ? ATTEND_GROUPS : all;
-        LAUNCH(pipe, ((launch_shape){blocks, 32 * (PIPE_WARPS + PIPE_BRINGERS), 1, PIPE_SHARED_BYTES, 0, 0}), &q, &k, &v, &pos_d, &slot, &rows, &max_ctx, &n_head, &n_head_kv, &head_dim_k,
-               &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale, &window, &part, &seqs, &n_seqs,
-               &health, &layer);
+        const launch_shape persistent = {blocks, 32 * (PIPE_WARPS + PIPE_BRINGERS), 1, PIPE_SHARED_BYTES, 0, 0};
+        LAUNCH(pipe, persistent, &q, &k, &v, &pos_d, &slot, &rows, &max_ctx, &n_head, &n_head_kv, &head_dim_k,
+               &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale, &window, &part, &pieces, &seqs,
+               &n_seqs, &health, &layer);
     }
     const bool is_wide = n_columns > ATTEND_NARROW && entries[e].wide != entries[e].narrow &&
                          attend_shared_bytes(ATTEND_WIDE, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES;
     const int64_t columns = is_wide ? ATTEND_WIDE : ATTEND_NARROW;
-    const int64_t blocks = times(times(n_seqs, parts(n_columns, columns)), times(n_head_kv, ATTEND_GROUPS));
+    const int64_t blocks = times(times(n_seqs, parts(n_columns, columns)), times(n_head_kv, pieces));
     const unsigned shared_bytes = (unsigned)attend_shared_bytes(columns, head_dim_k, head_dim_v);
     const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes, 0, 0};
     LAUNCH(is_wide ? entries[e].wide : entries[e].narrow, blocks_of_groups, &q, &k, &v, &pos_d, &slot, &rows, &max_ctx,
            &n_head, &n_head_kv, &head_dim_k, &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale,
-           &window, &part, &seqs, &n_seqs, &health, &layer);
+           &window, &part, &pieces, &seqs, &n_seqs, &health, &layer);
 }
 
 int memra_launch_attend_combine(
     memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
-    int32_t n_head, int32_t head_dim_v, int32_t window, uint64_t seqs, int32_t n_seqs, uint64_t health,
+    int32_t n_head, int32_t head_dim_v, int32_t window, int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health,
     int32_t layer) {
-    const int64_t blocks = times(times(times(n_seqs, rows), n_head), parts(head_dim_v, 64));
-    LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, 384), &part, &out, &pos_d, &slot, &rows, &max_ctx,
-           &n_head, &head_dim_v, &window, &seqs, &n_seqs, &health, &layer);
+    MEMRA_TRY(check_pieces(pieces));
+    const int64_t chunks = times(times(times(n_seqs, rows), n_head), parts(head_dim_v, 64));
+    const int64_t blocks = pieces == ATTEND_GROUPS ? chunks : parts(chunks, ATTEND_FOLDS);
+    LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, 32 * ATTEND_FOLDS), &part, &out, &pos_d, &slot, &rows, &max_ctx,
+           &n_head, &head_dim_v, &window, &pieces, &seqs, &n_seqs, &health, &layer);
 }
 
 uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v) {

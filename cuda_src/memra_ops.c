@@ -275,13 +275,14 @@ int memra_attend(
     const at at = at_device(cache, layer->device_index);
     const int32_t width = window < 0 ? layer->window : window;
     MEMRA_TRY(memra_kernel_loaded(at.device, MEMRA_K_ATTEND_COMBINE)); /* before the first of the two is launched */
+    const int32_t pieces = memra_attend_pieces(1, rows * gqa);
     uint64_t part = 0;
     MEMRA_TRY(memra_device_scratch(at.device, memra_attend_part_bytes(1, rows, heads, layer->head_dim_v), &part));
     MEMRA_TRY(memra_launch_attend(
         at.device, q, layer->k.ptr, layer->v.ptr, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads,
         layer->n_head_kv, layer->head_dim_k, layer->head_dim_v, layer->k_tok_bytes, layer->v_tok_bytes, layer->k_format,
-        layer->v_format, scale, width, part, 0, 1, at.health, il));
+        layer->v_format, scale, width, part, pieces, 0, 1, at.health, il));
     return memra_launch_attend_combine(
-        at.device, part, out, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads, layer->head_dim_v, width, 0, 1,
-        at.health, il);
+        at.device, part, out, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads, layer->head_dim_v, width, pieces, 0,
+        1, at.health, il);
 }

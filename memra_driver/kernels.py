@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from memra_driver import nvrtc
 from memra_driver.formats import BLOCK, FORMATS, K_FORMATS, V_FORMATS
-from memra_driver.plan import ATTEND_GROUPS, SCAN_STATE_SIZES
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, SCAN_STATE_SIZES, attend_part_bytes
 
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]  # grid, block, dynamic shared bytes
 
@@ -45,10 +45,12 @@ ATTEND_SHARED_BYTES = 99 << 10  # the smallest limit of a block among GPUs from 
 ATTEND_COLUMNS = {f"attend_{width}": 8 for width in ATTEND_WIDTHS} | {
     f"attend_{width}_wide": 32 for width in ATTEND_WIDTHS if width <= 256
 }
+ATTEND_FOLD_COLUMNS = 8  # of a launch at most, and
+ATTEND_FOLD_SEQS = 8  # sequences at least, for which a block folds groups
 ATTEND_PARAMS = (
     "const float* q, const uint8_t* k, const uint8_t* v, const int* pos_d, long long slot, int rows,"
     " long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,"
-    " long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part,"
+    " long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part, int pieces,"
     " const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
 
@@ -84,17 +86,35 @@ def attend_shared_bytes(columns: int, head_dim_k: int, head_dim_v: int) -> int:
     tile = ATTEND_TILE * (max(head_dim_k, head_dim_v) + ATTEND_PAD)
     query = 2 * columns * (head_dim_k + ATTEND_PAD)
     weight = columns * (ATTEND_TILE + ATTEND_PAD)
-    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k // 32 + columns * (ATTEND_TILE + 2) + 1)
+    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k // 32 + columns * (ATTEND_TILE + 3) + 1)
 
 
 def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
     chunks = _ceil_div(a["rows"] * (a["n_head"] // a["n_head_kv"]), columns)
-    blocks = a["n_seqs"] * chunks * a["n_head_kv"] * ATTEND_GROUPS
+    blocks = a["n_seqs"] * chunks * a["n_head_kv"] * a["pieces"]
     return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
 
 
 def _pipe_shape(a: dict[str, Any]) -> Shape:
     return (ATTEND_GROUPS, 1, 1), (32 * (PIPE_WARPS + PIPE_BRINGERS), 1, 1), PIPE_SHARED_BYTES
+
+
+def _combine_shape(a: dict[str, Any]) -> Shape:
+    chunks = a["n_seqs"] * a["rows"] * a["n_head"] * _ceil_div(a["head_dim_v"], 64)
+    return _line(chunks if a["pieces"] == ATTEND_GROUPS else _ceil_div(chunks, ATTEND_FOLDS), 32 * ATTEND_FOLDS)
+
+
+def attend_pieces(n_seqs: int, columns: int) -> int:
+    """Partial sums that attend leaves for each head of a row: of groups, or of folds where there are blocks enough so.
+
+    columns: of one sequence, rows * query heads per K/V head. No result depends on it.
+    """
+    return ATTEND_FOLDS if n_seqs >= ATTEND_FOLD_SEQS and columns <= ATTEND_FOLD_COLUMNS else ATTEND_GROUPS
+
+
+def attend_room(n_seqs: int, rows: int, n_head: int, n_head_kv: int, head_dim_v: int) -> int:
+    """Bytes of the partial sums of one attend."""
+    return n_seqs * attend_part_bytes(rows, n_head, head_dim_v, attend_pieces(n_seqs, rows * n_head // n_head_kv))
 
 
 @functools.lru_cache
@@ -271,7 +291,8 @@ KERNELS: dict[str, Kernel] = {
             " memra_health* health, int layer",
             lambda a: _line(a["rows"] * _ceil_div(a["columns"], 1024), 256),
         ),
-        # Partial sums of attention by groups of key tiles; one entry per width of V, wide ones for many columns.
+        # Partial sums of attention by groups of key tiles, or by folds of them as `attend_pieces` has it; one entry per
+        # width of V, wide ones for many columns.
         *(
             Kernel(name, "attend.cu", ATTEND_PARAMS, functools.partial(_attend_shape, columns), ATTEND_SHARED_BYTES)
             for name, columns in ATTEND_COLUMNS.items()
@@ -281,14 +302,14 @@ KERNELS: dict[str, Kernel] = {
             Kernel(name, source, ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, nvrtc.PIPE_ARCH)
             for name, source in _SOURCES.items()
         ),
-        # part (n_seqs, rows, n_head, ATTEND_GROUPS, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
+        # part (n_seqs, rows, n_head, pieces, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
         Kernel(
             "attend_combine",
             "attend_combine.cu",
             "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
-            " int n_head, int head_dim_v, int window, const memra_seq* seqs, int n_seqs,"
+            " int n_head, int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: _line(a["n_seqs"] * a["rows"] * a["n_head"] * _ceil_div(a["head_dim_v"], 64), 384),
+            _combine_shape,
         ),
     )
 }
@@ -332,7 +353,7 @@ class AttendGeometry(NamedTuple):
         stages = sum(4 * 128 * _ceil_div(tokens // 4 * b, 128) + 128 for b in (self.k_tok_bytes, self.v_tok_bytes))
         query = heads * columns // 8 * self.head_dim_k * (32 if self.k_format == FORMATS["fp8"].code else 16)
         weight = 2 * heads * (tokens // 16) * columns * 32
-        reals = 4 * columns * heads * (1 + team_warps)
+        reals = 4 * columns * heads * (1 + 2 * team_warps)
         return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
 
 

@@ -30,11 +30,11 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
-from memra_driver.kernels import AttendGeometry, attend_kernel, recur_split
+from memra_driver.kernels import AttendGeometry, attend_kernel, attend_pieces, attend_room, recur_split
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
-from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, MAX_INT, SCAN_STATE_SIZES, attend_part_bytes
+from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, MAX_INT, SCAN_STATE_SIZES
 from memra_driver.prepared import NOT_KNOWN, OpKey, prepare
 
 if TYPE_CHECKING:
@@ -322,17 +322,18 @@ def attend(
     if rows == 0:
         return
     at = cache.at(source)
-    part = e.attend_scratch(at.n_seqs * attend_part_bytes(rows, heads, hv))
+    pieces = attend_pieces(at.n_seqs, rows * gqa)
+    part = e.attend_scratch(attend_room(at.n_seqs, rows, heads, layer.n_head_kv, hv))
     geometry = AttendGeometry(
         layer.n_head_kv, hk, hv, layer.k_tok_bytes, layer.v_tok_bytes, layer.k_format, layer.v_format
     )
     sums = (
         queries, layer.k, layer.v, at.pos_d, at.slot, rows, layer.max_ctx, heads, *geometry, scale, width, part,
-        at.seqs, at.n_seqs,
-        at.health, il,
+        pieces, at.seqs, at.n_seqs, at.health, il,
     )  # fmt: skip
     combined = (
-        part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, at.seqs, at.n_seqs, at.health, il,
+        part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, pieces, at.seqs, at.n_seqs, at.health,
+        il,
     )  # fmt: skip
     launches = [(attend_kernel(e.arch, geometry, rows * gqa), sums), ("attend_combine", combined)]
     for name, args in launches:

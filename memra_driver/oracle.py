@@ -227,7 +227,7 @@ def copy_rows(a: Args) -> None:
 
 
 def attend(a: Args) -> None:
-    """The result of attention stands in for the partial sums: one group holds it all. `attend_combine` divides."""
+    """The result of attention stands in for the partial sums: one piece holds it all. `attend_combine` divides."""
     first, rows, heads, dim = position(a), a["rows"], a["n_head"], a["head_dim_v"]
     if first < 0 or first + rows > a["max_ctx"]:
         report(a, SLOT_RANGE, first)
@@ -235,13 +235,13 @@ def attend(a: Args) -> None:
     q = a["q"].astype(np.float64).reshape(rows, a["n_head_kv"], -1, a["head_dim_k"])
     finite = np.isfinite(a["q"].reshape(rows, heads, -1)).all(axis=2)
     report_rows(a, NONFINITE, first, ~finite)
-    part = a["part"].reshape(rows, heads, GROUPS, dim + TAIL)[..., : dim + 2]
+    part = a["part"].reshape(rows, heads, a["pieces"], dim + TAIL)[..., : dim + 2]
     for row in range(rows):
         part[row] = 0
         part[row, :, :, dim] = -np.inf
-        group = (first + row) // TILE % GROUPS
-        part[row, :, group, :dim] = attended(a, q[row], first + row)
-        part[row, :, group, dim:] = (0, 1)
+        piece = (first + row) // TILE % GROUPS // (GROUPS // a["pieces"])
+        part[row, :, piece, :dim] = attended(a, q[row], first + row)
+        part[row, :, piece, dim:] = (0, 1)
 
 
 def attended(a: Args, q: F64, last: int) -> F64:
@@ -261,12 +261,13 @@ def attend_combine(a: Args) -> None:
     first, rows, heads, dim = position(a), a["rows"], a["n_head"], a["head_dim_v"]
     if first < 0 or first + rows > a["max_ctx"]:
         return
-    part = a["part"].astype(np.float64).reshape(rows, heads, GROUPS, dim + TAIL)
+    part = a["part"].astype(np.float64).reshape(rows, heads, a["pieces"], dim + TAIL)
     for row in range(rows):
         last = first + row
         start = max(0, last - a["window"] + 1) if a["window"] else 0
-        groups = sorted({tile % GROUPS for tile in range(start // TILE, last // TILE + 1)})
-        sums = part[row][:, groups]
+        tiles = range(start // TILE, last // TILE + 1)
+        pieces = sorted({tile % GROUPS // (GROUPS // a["pieces"]) for tile in tiles})
+        sums = part[row][:, pieces]
         worth = np.exp2(sums[:, :, dim] - sums[:, :, dim].max(axis=1, keepdims=True))
         total = np.einsum("hg,hgd->hd", worth, sums[:, :, :dim])
         a["out"].reshape(rows, heads, dim)[row] = total / (worth * sums[:, :, dim + 1]).sum(axis=1)[:, None]

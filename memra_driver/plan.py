@@ -33,16 +33,17 @@ TAIL_PAD_BYTES = 8  # an aligned-word reader may look past the last block of a f
 MAX_BYTES = 2**63 - 1  # lengths and offsets are i64 in the C structs
 MAX_D_CONV = 8
 SCAN_STATE_SIZES = (32, 64, 128, 256)
-ATTEND_GROUPS = 132  # groups of key tiles that attention sums apart
+ATTEND_GROUPS = 132  # groups of key tiles that attention sums apart,
+ATTEND_FOLDS = 12  # and folds of as many neighbours each, which one block may have summed up
 ATTEND_TAIL = 4  # f32 behind the values of a partial sum: maximum, weight, and two that are unused
 ATTEND_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 MAX_GQA = 16
 _BY_NAME = {plane.name: plane for plane in PLANES}
 
 
-def attend_part_bytes(rows: int, n_head: int, head_dim_v: int) -> int:
-    """Bytes of attention's partial sums for one sequence: per row, head and group its values, maximum and weight."""
-    return 4 * rows * n_head * ATTEND_GROUPS * (head_dim_v + ATTEND_TAIL)
+def attend_part_bytes(rows: int, n_head: int, head_dim_v: int, pieces: int = ATTEND_GROUPS) -> int:
+    """Bytes of attention's partial sums for one sequence: per row, head and piece its values, maximum and weight."""
+    return 4 * rows * n_head * pieces * (head_dim_v + ATTEND_TAIL)
 
 
 def check_fence(fence: Sequence[int], cfg: ModelConfig) -> tuple[int, ...]:

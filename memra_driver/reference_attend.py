@@ -2,12 +2,16 @@
 
 The order is that of the kernels: tile j holds keys 64 j .. 64 j + 63 and belongs to group j mod 132; a group
 takes its tiles in ascending order; groups are folded in ascending order, eleven at a time, then the twelve
-results. Each column (one query head of one row) is worked on by itself over tiles of fixed shape, so neither the
-number of rows nor the live length changes a bit. Weights and decoded V are rounded to f16 as in the kernels; sums
-are NumPy's.
+results. A launch that asks for folds has them from attend already. Each column (one query head of one row) is worked
+on by itself over tiles of fixed shape, so neither the number of rows nor the live length changes a bit. Weights and
+decoded V are rounded to f16 as in the kernels; sums are NumPy's.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +19,11 @@ from numpy.typing import NDArray
 from memra_driver.formats import BLOCK
 from memra_driver.health import Fault
 from memra_driver.kernels import ATTEND_TILE
-from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_TAIL
 from memra_driver.reference_common import BY_CODE, F32, I32, U8, U64, batched, k_bytes, report, v_bytes
 
 TILE, GROUPS, TAIL = ATTEND_TILE, ATTEND_GROUPS, ATTEND_TAIL
-FOLD = 11
+FOLD = ATTEND_GROUPS // ATTEND_FOLDS
 LOG2E = np.float32(1.4426950408889634)
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -40,16 +44,17 @@ def groups_of(last: int, window: int) -> list[int]:
 def attend(
     q: F32, k: U8, v: U8, pos_d: I32 | None, slot: int, rows: int, max_ctx: int, n_head: int, n_head_kv: int,
     head_dim_k: int, head_dim_v: int, k_tok_bytes: int, v_tok_bytes: int, k_format: int, v_format: int, scale: float,
-    window: int, part: F32, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
+    window: int, part: F32, pieces: int, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
 ) -> None:  # fmt: skip
-    """Partial sums (rows, n_head, GROUPS, head_dim_v + TAIL): weighted V, maximum (base 2), weight, of each group."""
+    """Partial sums (rows, n_head, pieces, head_dim_v + TAIL): weighted V, maximum (base 2), weight, of each piece."""
     pos = slot if pos_d is None else int(pos_d[0])
     if pos < 0 or pos + rows > max_ctx:
         report(health, Fault.SLOT_RANGE, layer, pos, 1)
         return
     gqa = n_head // n_head_kv
     queries = q[: rows * n_head * head_dim_k].reshape(rows, n_head_kv, gqa, head_dim_k)
-    sums = _sums(part, head_dim_v, rows, n_head_kv, gqa)
+    left = _sums(part, head_dim_v, rows, n_head_kv, gqa, pieces)
+    sums = left if pieces == GROUPS else np.empty((rows, n_head_kv, gqa, GROUPS, head_dim_v + 2), np.float32)
     _report_queries(health, layer, pos, queries.reshape(rows, n_head, head_dim_k))
     factor = np.float32(scale) * LOG2E
     for row in range(rows):
@@ -69,12 +74,21 @@ def attend(
                 seen = (at <= pos + row) & (at >= first_key(pos + row, window))
                 if seen.any():
                     _add_tile(sums[row, :, :, tile % GROUPS], queries[row], keys, values, seen, factor)
+        for row in range(rows if pieces != GROUPS else 0):
+            for fold, folded in _folds(sums[row].reshape(n_head, GROUPS, -1), pos + row, window):
+                left[row, :, :, fold] = folded.reshape(n_head_kv, gqa, -1)
 
 
 def _sums(part: F32, dim: int, *shape: int) -> F32:
-    """The partial sums (shape, GROUPS, dim + 2) that lie in part."""
-    used = part[: int(np.prod(shape)) * GROUPS * (dim + TAIL)]
-    return used.reshape(*shape, GROUPS, dim + TAIL)[..., : dim + 2]
+    """The partial sums (shape, dim + 2) that lie in part."""
+    used = part[: int(np.prod(shape)) * (dim + TAIL)]
+    return used.reshape(*shape, dim + TAIL)[..., : dim + 2]
+
+
+def _folds(sums: F32, last: int, window: int) -> Iterator[tuple[int, F32]]:
+    """The folds that hold a key for a row at position `last`, ascending, with their sums; sums (n_head, GROUPS, ..)."""
+    for fold, groups in groupby(groups_of(last, window), lambda group: group // FOLD):
+        yield fold, functools.reduce(_fold, (sums[:, group] for group in groups))
 
 
 def _add_tile(
@@ -116,33 +130,26 @@ def _report_queries(health: U8 | None, layer: int, pos: int, queries: F32) -> No
 @batched(("part", "out"))
 def attend_combine(
     part: F32, out: F32, pos_d: I32 | None, slot: int, rows: int, max_ctx: int, n_head: int, head_dim_v: int,
-    window: int, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
+    window: int, pieces: int, seqs: U64 | None, n_seqs: int, health: U8 | None, layer: int,
 ) -> None:  # fmt: skip
     """out (rows, n_head, head_dim_v) from the partial sums of attend."""
     pos = slot if pos_d is None else int(pos_d[0])
     if pos < 0 or pos + rows > max_ctx:
         return
-    sums = _sums(part, head_dim_v, rows, n_head)
+    sums = _sums(part, head_dim_v, rows, n_head, pieces)
     result = out[: rows * n_head * head_dim_v].reshape(rows, n_head, head_dim_v)
     with np.errstate(all="ignore"):
         for row in range(rows):
-            active = groups_of(pos + row, window)
-            total = None
-            for start in range(0, GROUPS, FOLD):
-                folded = None
-                for group in active:
-                    if start <= group < start + FOLD:
-                        folded = _fold(folded, sums[row, :, group])
-                if folded is not None:
-                    total = _fold(total, folded)
-            assert total is not None  # a row sees at least itself
+            if pieces == GROUPS:
+                folds = [folded for _, folded in _folds(sums[row], pos + row, window)]
+            else:
+                folds = [sums[row, :, fold] for fold in sorted({g // FOLD for g in groups_of(pos + row, window)})]
+            total = functools.reduce(_fold, folds)  # a row sees at least itself
             result[row] = total[:, :head_dim_v] / total[:, head_dim_v + 1 :]
 
 
-def _fold(old: F32 | None, new: F32) -> F32:
+def _fold(old: F32, new: F32) -> F32:
     """Two sums (n_head, head_dim_v + 2) as one."""
-    if old is None:
-        return new.copy()
     most = np.fmax(old[:, -2], new[:, -2])
     base = np.where(most == MINUS_INFINITY, np.float32(0), most)
     folded = old * np.exp2(old[:, -2] - base)[:, None] + new * np.exp2(new[:, -2] - base)[:, None]

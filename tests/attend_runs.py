@@ -112,7 +112,7 @@ def entry_of(dev: Any, args: dict[str, Any]) -> str:
     return attend_kernel(dev.arch, AttendGeometry.of(args), args["rows"] * (args["n_head"] // args["n_head_kv"]))
 
 
-COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "seqs", "n_seqs", "layer")
+COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "pieces", "seqs", "n_seqs", "layer")
 
 
 def combine_args(args: dict[str, Any], after: SimpleNamespace) -> dict[str, Any]:

@@ -61,7 +61,11 @@ def step(batch: CacheBatch, lane: Lane, players: Sequence[Player]) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("lengths", [(3,), (0, 5), (9, 1, 4, 0, 32)], ids=["1", "2", "5"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(3,), (0, 5), (9, 1, 4, 0, 32), tuple(range(7)), (32, *range(7)), (*range(11), 32)],  # from 8 on attend folds
+    ids=["1", "2", "5", "7", "8", "12"],
+)
 def test_every_row_has_the_bits_of_the_single_call(dev: Any, lengths: Sequence[int], rows: int) -> None:
     with sequences(dev, lengths) as players, CacheBatch([each.cache for each in players]) as batch:
         lane = Lane(batch, rows)

@@ -38,9 +38,10 @@ from memra_driver.kernels import (
     PIPE_FIXED,
     AttendGeometry,
     attend_kernel,
+    attend_pieces,
     recur_split,
 )
-from memra_driver.plan import ATTEND_HEAD_DIMS, attend_part_bytes
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_HEAD_DIMS, attend_part_bytes
 
 pytestmark = pytest.mark.standin
 MakeDev = Callable[..., Any]
@@ -92,6 +93,8 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
         args |= {"num_k": random_.randint(1, 16), "d_conv": random_.randint(1, 8)}
         args["columns"] = random_.choice([n for n in (32, 64, 128, 256, 384, 512) if n % size == 0 or size % n == 0])
         args["blocks"] = random_.choice([1, -(-(-(-args["num_v"] // args["num_k"]) * size) // args["columns"])])
+    if "pieces" in args:
+        args["pieces"] = ATTEND_GROUPS if name in ATTEND_ENTRIES else random_.choice([ATTEND_FOLDS, ATTEND_GROUPS])
     if name in ATTEND_ENTRIES:
         args["n_head_kv"] = random_.choice([1, 2, 4])
         args["n_head"] = args["n_head_kv"] * random_.randint(1, 16)
@@ -141,6 +144,7 @@ def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
                 args |= fixed[number] if number < len(fixed) else packed(random_)
             columns = args["rows"] * (args["n_head"] // args["n_head_kv"])
             entry = attend_kernel("sm_90", AttendGeometry.of(args), columns)
+            args["pieces"] = attend_pieces(random_.choice([1, 256]), columns)
         standin.clear_trace()
         e.launch(entry, *args.values())
         (call,) = standin.calls("cuLaunchKernel")
@@ -162,6 +166,7 @@ def test_no_blocks_are_no_launch(e: Any, standin: StandIn) -> None:
         if name.startswith("recur_step"):
             size = int(name.rpartition("_")[2])
             args |= {"state_size": size, "columns": size, "blocks": 1, "num_k": 1, "num_v": 1, "d_conv": 1}
+        args |= {"pieces": ATTEND_GROUPS} if "pieces" in args else {}
         e.launch(name, *args.values())
     assert standin.trace() == []
 
@@ -173,6 +178,8 @@ def changed(name: str, **values: Any) -> list[Any]:
         args |= {"head_dim_k": 64, "head_dim_v": 64}
     if name.startswith("recur_step"):
         args |= {"state_size": 64, "columns": 64}
+    if "pieces" in args:
+        args["pieces"] = ATTEND_GROUPS
     return list((args | values).values())
 
 
@@ -199,6 +206,9 @@ def changed(name: str, **values: Any) -> list[Any]:
         ("attend_64", {"head_dim_v": 0}, UnsupportedError),
         ("attend_64", {"head_dim_k": 513}, UnsupportedError),
         ("attend_64", {"head_dim_k": -64}, UnsupportedError),
+        ("attend_64", {"pieces": 11}, ConfigError),
+        ("attend_64", {"pieces": ATTEND_FOLDS, "rows": 9}, ConfigError),
+        ("attend_combine", {"pieces": 0}, ConfigError),
         ("recur_step_64", {"rows": -1}, ConfigError),
         ("recur_step_64", {"n_seqs": 2**31 - 1, "num_k": 2**31 - 1}, CapacityError),
         ("recur_step_64", {"state_size": 16}, UnsupportedError),
@@ -217,7 +227,7 @@ def test_counts_that_are_none_or_fit_no_grid_are_refused(
     e.kernels.load_all()
     standin.clear_trace()
     function = launch_function(name)
-    with pytest.raises(error, match=function.removeprefix("memra_launch_")):
+    with pytest.raises(error, match=function.removeprefix("memra_launch_").removesuffix("_combine")):
         e.c.call(function, *changed(name, **values))
     assert standin.trace() == []
 
@@ -242,6 +252,11 @@ def test_python_and_c_share_the_columns_of_a_recurrent_step_alike(e: Any) -> Non
         e.c.library.call("memra_recur_split", 1, 1, 1, 48, ctypes.byref(columns), ctypes.byref(blocks))
     with pytest.raises(UnsupportedError, match="launches recur_step_64 for this state size, not recur_step_32"):
         e.launch("recur_step_32", *some_arguments(random.Random(1), "recur_step_64").values())
+
+
+def test_python_and_c_choose_the_pieces_of_attention_alike(e: Any) -> None:
+    for n_seqs, columns in itertools.product((1, 7, 8, 256, 2**31 - 1), (1, 8, 9, 4096, 2**40)):
+        assert e.c.library.ask("memra_attend_pieces", n_seqs, columns) == attend_pieces(n_seqs, columns)
 
 
 def test_partial_sums_take_the_bytes_that_the_plan_says(e: Any) -> None:

@@ -52,6 +52,11 @@ IN_KERNELS = [
     ("attend", "attend.cu", "sum[i] = __fmaf_rn(sum[i], worth, added)", "sum[i] = added"),
     ("attend_pipe", "attend_pipe.cu", "worth = exp2_of(__fsub_rn(reference, now))", "worth = 1.0f"),
     ("attend_combine", "attend_combine.cu", "__fmaf_rn(x[i].y, w, value.y)", "__fmaf_rn(x[i].x, w, value.y)"),
+    ("attend", "attend.cu", "fold_sum(all_sum[i], sum[i], worth)", "sum[i]"),
+    ("attend_pipe", "attend_pipe.cu", "fold_sum(value[d][n][i + 2], group.value[d][n][i + 2], worth)",
+     "group.value[d][n][i + 2]"),
+    ("attend_combine", "attend_combine.cu", "__shfl_sync(MEMRA_ALL_LANES, all, FOLD - 1)", "own.x"),
+    ("attend_combine", "attend_combine.cu", "has(fold * FOLD) || (fold", "has(fold * FOLD) && (fold"),
 ]
 # An entry that shows it, its header, and the line that is flipped: what only the compiler for a GPU reads. None of them
 # leads out of the memory of the kernel, which would cost the whole process its context.
@@ -87,6 +92,7 @@ IN_TWINS = [
     ("restore", reference, "to[:count] = source[:count]", "to[: count - 1] = source[: count - 1]"),
     ("copy_rows", reference, "for row in range(rows):", "for row in range(rows - 1):"),
     ("attend", reference_attend, "at <= pos + row", "at < pos + row"),
+    ("attend", reference_attend, "left[row, :, :, fold] =", "left[row, :, :, 0] ="),
     ("attend_combine", reference_attend, "total[:, head_dim_v + 1 :]", "total[:, head_dim_v:][:, :1]"),
 ]
 IN_FORMATS = [

@@ -126,6 +126,7 @@ def test_the_table_the_twin_and_the_text_agree_on_the_order_of_attention() -> No
     for name in ("TILE", "GROUPS", "PAD"):
         assert int(numbers[name]) == getattr(kernels, f"ATTEND_{name}")
     assert int(numbers["FOLD"]) == FOLD
+    assert int(numbers["FOLDS"]) == kernels.ATTEND_FOLDS
     assert int(numbers["FOLD"]) * int(numbers["FOLDS"]) == int(numbers["GROUPS"])
 
 

@@ -14,8 +14,9 @@ from memra_driver.bench.measure import Bench
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig, SsmConfig
 from memra_driver.formats import FormatPolicy
+from memra_driver.kernels import attend_room
 from memra_driver.op_bytes import op_bytes
-from memra_driver.plan import CacheOptions, CachePlan, attend_part_bytes
+from memra_driver.plan import CacheOptions, CachePlan
 
 FUSED = hasattr(ops, "recur_step")
 RECURRENT = ("recur_step",) if FUSED else ("conv_update", "gdn_prep", "gdn_scan")
@@ -114,7 +115,8 @@ class Workload:
             q, out = get("attend.q", rows), get("attend.out", rows)
             layer = self.caches[0].kv_layer(self.attention[0])
             scale = layer.head_dim_k**-0.5
-            self.e.attend_scratch(len(self.caches) * attend_part_bytes(rows, self.cfg.n_head, layer.head_dim_v))
+            heads, heads_kv = self.cfg.n_head, layer.n_head_kv
+            self.e.attend_scratch(attend_room(len(self.caches), rows, heads, heads_kv, layer.head_dim_v))
             return lambda il: self.ops.attend(e, target, il, q, out, scale=scale)
         w, dt_bias, a = self._constants
         x, alpha, beta_raw = (get(name, rows) for name in ("x", "alpha", "beta_raw"))

@@ -163,6 +163,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "memra_plane_table": (POINTER(PlaneC), _P),
     "memra_plan_free": (None, _P),
     "memra_attend_part_bytes": (c_uint64, _L, _L, _I, _I),
+    "memra_attend_pieces": (c_int32, _I, _L),
 }
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from memra_driver.formats import FORMATS, K_FORMATS, V_FORMATS
 from memra_driver.kernels import recur_split
 from memra_driver.layout import HEALTH_BYTES
-from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, attend_part_bytes
 
 Array = NDArray[Any]
 Args = dict[str, Any]
@@ -138,13 +138,22 @@ def attend_args(
         "q": q.reshape(-1), "k": k.reshape(-1), "v": v.reshape(-1), "pos_d": None, "slot": pos, "rows": rows,
         "max_ctx": k.size // layout["k_tok_bytes"], "n_head": heads[0], "n_head_kv": heads[1], "head_dim_k": dims[0],
         "head_dim_v": dims[1], "scale": dims[0] ** -0.5, "window": window,
-        "part": partial_sums(rows, heads[0], dims[1]), **ALONE, "health": record(), "layer": LAYER,
+        "part": partial_sums(rows, heads[0], dims[1]), "pieces": ATTEND_GROUPS, **ALONE, "health": record(),
+        "layer": LAYER,
     }  # fmt: skip
 
 
-def partial_sums(rows: int, n_head: int, head_dim_v: int, fill: int = 0xFF) -> Array:
+def partial_sums(
+    rows: int, n_head: int, head_dim_v: int, fill: int = 0xFF, pieces: int = ATTEND_GROUPS
+) -> Array:
     """The scratch of attend, of which nobody has written any: every byte is `fill`, NaNs by default."""
-    return np.full(rows * n_head * ATTEND_GROUPS * (head_dim_v + ATTEND_TAIL) * 4, fill, np.uint8).view(np.float32)
+    return np.full(attend_part_bytes(rows, n_head, head_dim_v, pieces), fill, np.uint8).view(np.float32)
+
+
+def in_folds(args: Args) -> Args:
+    """`attend_args` of a sequence as a batch of many has it."""
+    part = partial_sums(args["rows"], args["n_head"], args["head_dim_v"], pieces=ATTEND_FOLDS)
+    return args | {"part": part, "pieces": ATTEND_FOLDS}
 
 
 # Recurrent layers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from memra_driver.check.args import (
     Rng,
     attend_args,
     i32,
+    in_folds,
     normal,
     poison,
     record,
@@ -27,7 +29,7 @@ from memra_driver.check.case import TOLERANCE, Case, batch, single
 from memra_driver.kernels import ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.oracle_formats import encode
-from memra_driver.plan import ATTEND_GROUPS, ATTEND_TAIL
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_TAIL
 
 ATTEND_TOLERANCE = 2e-3
 
@@ -127,11 +129,19 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
         made.title = f"{made.kernel} {where}"
         yield made
-    for dims in ((64, 64), (128, 128)):
-        several = [Attend(PAIRS[0], dims, rows=3, pos=pos) for pos in (0, 62, 200)]
+    for dims, gqa, rows, positions, folds in (
+        ((64, 64), 2, 3, (0, 62, 200), False),
+        ((128, 128), 2, 3, (0, 62, 200), False),
+        ((256, 256), 8, 1, (0, 62, 800), True),  # a fold has more tiles than a ring has stages
+        ((64, 64), 2, 2, (0, 62, 200, *range(3, 12)), True),  # a block has several sequences
+        ((96, 96), 2, 2, (0, 62, 800), True),
+    ):
+        several = [Attend(PAIRS[0], dims, rows=rows, pos=pos, gqa=gqa) for pos in positions]
         members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
-        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), 6)
-        made = batch("3 rows for", entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
+        members = [in_folds(each) for each in members] if folds else members
+        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), rows * gqa)
+        title = f"{rows} rows{' in folds' if folds else ''} for"
+        made = batch(title, entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
         behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)
         made.launches += behind.launches
         made.arrays |= behind.arrays
@@ -140,22 +150,22 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
 
 
 def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
-    """Partial sums of any groups; those without a key are NaN."""
+    """Partial sums of any pieces; those without a key are NaN."""
     shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
-    for rows, heads, dim, pos, window in shapes:
-        part = np.full((rows, heads, ATTEND_GROUPS, dim + ATTEND_TAIL), np.nan, np.float32)
+    for (rows, heads, dim, pos, window), pieces in product(shapes, (ATTEND_GROUPS, ATTEND_FOLDS)):
+        part = np.full((rows, heads, pieces, dim + ATTEND_TAIL), np.nan, np.float32)
         for row in range(rows):
             last = pos + row
             tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
-            groups = sorted({tile % ATTEND_GROUPS for tile in tiles})
-            weight = rng.uniform(0.1, 64, (heads, len(groups), 1))
-            most = rng.normal(0, 4, (heads, len(groups), 1))
-            sums = rng.standard_normal((heads, len(groups), dim)) * weight
-            part[row][:, groups, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
+            used = sorted({tile % ATTEND_GROUPS // (ATTEND_GROUPS // pieces) for tile in tiles})
+            weight = rng.uniform(0.1, 64, (heads, len(used), 1))
+            most = rng.normal(0, 4, (heads, len(used), 1))
+            sums = rng.standard_normal((heads, len(used), dim)) * weight
+            part[row][:, used, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
         args = {
             "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
-            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, **ALONE, "health": record(),
-            "layer": LAYER,
+            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, "pieces": pieces, **ALONE,
+            "health": record(), "layer": LAYER,
         }  # fmt: skip
-        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}"
+        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}, {pieces} pieces"
         yield single(title, "attend_combine", args, tolerance={"out": TOLERANCE})

@@ -19,7 +19,7 @@ from memra_driver.kernels import KERNELS, AttendGeometry, attend_kernel
 from memra_driver.kit.files import NAMES, Entry, Kit, Writer, arrays_of, entries_of
 from memra_driver.layout import HEALTH_BYTES
 from memra_driver.nvrtc import PIPE_ARCH
-from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
+from memra_driver.plan import ATTEND_GROUPS, ATTEND_HEAD_DIMS, MAX_GQA, SCAN_STATE_SIZES, attend_part_bytes
 from memra_driver.reference_common import BY_CODE
 
 FILES = {
@@ -30,7 +30,7 @@ SMALL_BYTES = 110_000  # of a case's arrays: what a small kit leaves out is larg
 MAX_SCRATCH_BYTES = 64 << 20
 NULLABLE = {"pos_d", "accept_d", "tape", "health"}  # and the scan's out
 GUARD = 3  # elements behind what dequant_kv writes, which stay
-INNER = ("part", *ALONE, *ONE_LAYER)  # how the work is put into launches, which is everyone's own affair
+INNER = ("part", "pieces", *ALONE, *ONE_LAYER)  # how the work is put into launches, which is everyone's own affair
 
 
 def kernel_cases(writer: Writer, small: bool) -> Iterator[Entry]:
@@ -89,7 +89,7 @@ def kernel_case(kit: Kit, entry: Entry) -> Case:
     tolerance = {each["name"]: each["tolerance"] for each in entries_of(entry, "out") if each["tolerance"]}
     everything: Args = dict.fromkeys((*NULLABLE, "out")) | args | arrays | ALONE | ONE_LAYER
     if op == "attend":
-        everything["part"] = partial_sums(args["rows"], args["n_head"], args["head_dim_v"])
+        everything |= {"part": partial_sums(args["rows"], args["n_head"], args["head_dim_v"]), "pieces": ATTEND_GROUPS}
         if "out" not in wanted:
             everything["out"] = poison(args["rows"] * args["n_head"] * args["head_dim_v"])
         kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), args["rows"] * _gqa(args))

@@ -17,9 +17,9 @@ from memra_driver import ops
 from memra_driver.batch import CacheBatch
 from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache
+from memra_driver.kernels import attend_room
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.op_bytes import op_bytes
-from memra_driver.plan import attend_part_bytes
 from memra_driver.session.inputs import Inputs, Weights
 from memra_driver.session.times import OpTimes
 
@@ -65,9 +65,10 @@ class Decoder:
             if self._kind(il) == "recurrent":
                 self.weights.of(il)
             elif self.attend:
-                _, hv = self.target.cfg.head_dims(il)
-                n_bytes = attend_part_bytes(rows, self.target.cfg.heads(il), hv)
-                self._device(il).attend_scratch(len(self.target.members) * n_bytes)
+                cfg = self.target.cfg
+                (_, hv), heads_kv = cfg.head_dims(il), cfg.kv_heads(cfg.kv_source(il))
+                n_bytes = attend_room(len(self.target.members), rows, cfg.heads(il), heads_kv, hv)
+                self._device(il).attend_scratch(n_bytes)
 
     def enqueue(self, rows: int) -> None:
         """The operations of a step alone, for a capture."""

@@ -1,0 +1,125 @@
+// attend_pipe_task.cuh: what a launch is about, and what of it a block does.
+#pragma once
+
+#include "attend_pipe.cuh"
+
+// One piece of the keys, for a chunk of columns of one sequence.
+struct Task {
+    int seq, pos, first_column, piece;
+};
+
+// Called, not inlined: it is rare, and a launch for one sequence is over before its instructions have all been fetched.
+static __device__ __noinline__ void report_apart(memra_health* health, int kind, int layer, long long pos) {
+    memra_report(health, kind, layer, pos, 1);
+}
+
+// What a launch is about, as its entry got it.
+struct Launch {
+    const float* q;
+    const uint8_t *k, *v;
+    const int* pos_d;
+    long long slot, max_ctx;
+    int rows, n_head, gqa, window, layer, n_seqs;
+    float* part;
+    int pieces;  // GROUPS, or FOLDS
+    const memra_seq* seqs;
+    memra_health* health;
+
+    __device__ int groups() const { return pieces == FOLDS ? FOLD : 1; }  // of a piece
+    __device__ int piece_of(unsigned number) const { return (int)(pieces == FOLDS ? number % FOLDS : number % GROUPS); }
+    __device__ int first_seq() const { return pieces == FOLDS ? (int)blockIdx.x / FOLDS : 0; }  // of a block
+    __device__ int columns() const { return rows * gqa; }
+    __device__ const uint8_t* k_of(int seq) const { return seqs ? (const uint8_t*)seqs[seq].k : k; }
+    __device__ const uint8_t* v_of(int seq) const { return seqs ? (const uint8_t*)seqs[seq].v : v; }
+    __device__ long long tokens_of(int seq) const { return seqs ? seqs[seq].max_ctx : max_ctx; }
+    __device__ void report(int kind, int seq, long long pos) const {
+        report_apart(seqs ? (memra_health*)seqs[seq].health : health, kind, layer, pos);
+    }
+    __device__ const float* queries(const Block& b, int seq) const {
+        return q + (long long)seq * rows * n_head * b.head_dim_k;
+    }
+    // Partial sums of a task's piece, for a query head of a row.
+    __device__ float* sums(const Block& b, const Task& task, int row, int head) const {
+        const long long before = (long long)task.seq * rows * n_head + row * n_head + head;
+        return part + (before * pieces + task.piece) * (b.head_dim_v + TAIL);
+    }
+    __device__ View view(const Task& task, int width) const {
+        const int left = columns() - task.first_column;
+        View view;
+        view.pos = task.pos;
+        view.window = window;
+        view.gqa = gqa;
+        view.reciprocal = rows == 1 ? 0 : (0x7FFFFFFFu + (unsigned)gqa) / (unsigned)gqa;
+        view.first_column = task.first_column;
+        view.columns = left < width ? left : width;
+        return view;
+    }
+    __device__ __forceinline__ Walk walk(const Block& b, const Task& task, const View& view) const {
+        return walk_of(task.piece * groups(), groups(), view.first(0), view.last(view.columns - 1), b.tokens);
+    }
+    // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
+    __device__ bool reports(const Task& task, const View& view) const {
+        return view.first(0) / TILE % GROUPS / groups() == task.piece;
+    }
+};
+
+// The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
+// which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
+// A whole warp goes through them together.
+struct Tasks {
+    Task task;        // that next() has found
+    View view;        // and what its columns see, and its stages
+    Walk walk;
+
+    __device__ __forceinline__ explicit Tasks(const Launch& launch)
+        : task{launch.first_seq() - launch.groups(), -1, launch.columns(), 0}, number(blockIdx.x - STEP), turn(-1), counter(0) {
+        ask(launch, launch.first_seq());
+    }
+    // Whether there is one more that has keys.
+    __device__ __forceinline__ bool next(const Block& b, const Launch& launch) {
+        const int width = b.columns;
+        for (;;) {
+            number += STEP;
+            task.piece = launch.piece_of(number);
+            task.first_column += width;
+            if (task.first_column >= launch.columns()) {
+                task.first_column = 0;
+                task.seq += launch.groups();
+                if (task.seq >= launch.n_seqs) return false;
+                if (++turn == 32) {
+                    turn = 0;
+                    ask(launch, task.seq);
+                }
+                const long long pos = counted ? counter : launch.slot;
+                const bool fits = pos >= 0 && pos + launch.rows <= tokens;
+                task.pos = __shfl_sync(MEMRA_ALL_LANES, fits ? (int)pos : -1, turn);
+                if (!fits && (int)threadIdx.x == turn && task.piece == 0) {
+                    launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, pos);
+                }
+            }
+            if (task.pos < 0) continue;
+            view = launch.view(task, width);
+            walk = launch.walk(b, task, view);
+            if (walk.more()) return true;
+        }
+    }
+
+private:
+    static constexpr unsigned STEP = 53;
+    unsigned number;  // its remainder is the piece: another one each time, so that short ones spread
+    // A table and a counter stand before a position, so each lane asks for that of one sequence; whose turn it is.
+    int turn, counter;
+    bool counted;
+    long long tokens;
+    __device__ __forceinline__ void ask(const Launch& launch, int first_seq) {
+        const int seq = first_seq + (int)(threadIdx.x & 31) * launch.groups();
+        const int* pos_d = nullptr;
+        tokens = -1;
+        if (seq < launch.n_seqs) {
+            pos_d = launch.seqs ? (const int*)launch.seqs[seq].pos_d : launch.pos_d;
+            tokens = launch.tokens_of(seq);
+        }
+        counted = pos_d != nullptr;
+        if (counted) counter = *pos_d;  // nobody waits for it here
+    }
+};
