@@ -52,6 +52,7 @@ DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
+    parser.addoption("--not-through-c", action="store_true", help="leaves out the second turn, through the C library")
     parser.addoption("--seed", type=int, help="of deferred mode, for the files that also run in it; drawn if not given")
     parser.addoption(
         "--deferred", metavar="SEED", type=int,
@@ -125,8 +126,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         turns = [pytest.param(False, id=pytest.HIDDEN_PARAM), pytest.param(True, id="deferred")]
         metafunc.parametrize("deferred", turns, indirect=True)
     twice = metafunc.module.__name__ in THROUGH_C and "make_dev" in metafunc.fixturenames
-    if standin_module.SANITIZED:  # the tests of the library itself do there
-        twice = False
+    if standin_module.SANITIZED or metafunc.config.getoption("--not-through-c"):
+        twice = False  # tests of the library itself do
     named = any(marker.args[0] == "cuda_kind" for marker in metafunc.definition.iter_markers("parametrize"))
     if twice and not named and not any(metafunc.definition.iter_markers("not_through_c")):
         metafunc.parametrize("cuda_kind", [pytest.param("cuda", id=pytest.HIDDEN_PARAM), "c"], indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -45,7 +46,10 @@ def on_the_sanitized_build(*arguments: str) -> str:
     environment = standin.sanitized_environment()
     if environment is None:
         pytest.skip("gcc has no libasan here")
-    nvrtc.compile_all(["sm_90"])  # under a preloaded libasan NVRTC does not find its own libraries
+    nvrtc.compile_all(["sm_90"])  # on all cores
+    compiler = nvrtc.library_path()  # where, under a preloaded libasan, it does not find its own libraries
+    folders = (str(Path(compiler).parent) if compiler else "", environment.get("LD_LIBRARY_PATH", ""))
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
     command = [sys.executable, *arguments]
     run = subprocess.run(command, cwd=standin.TESTS.parent, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]

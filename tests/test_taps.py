@@ -97,6 +97,7 @@ def test_what_cannot_be_tapped_is_refused(dev: Any, player: Player, make_dev: Ma
     with pytest.raises(StateError, match="no taps are armed"):
         ops.tap_write(dev, cache, 0, row)
     cache.arm_taps(dev, [0, 3], 2, HIDDEN)
+    tap_all(dev, cache, 2, 5)
     before, sink, bytes_before = image(cache), cache.dflash_taps, held(cache).tobytes()
     for error, text, ids, t, hidden in (
         (ConfigError, "tap of layer 4; layers are 0 .. 3", [0, 4], 1, HIDDEN),
@@ -532,6 +533,7 @@ def test_a_captured_tap_is_launched_only_into_the_slots_that_it_was_captured_wit
         residual = dev.zeros(2 * 8)
         residual.copy_from(np.arange(16, dtype=np.float32))
         cache.arm_taps(dev, [0, 3], 2, 8)
+        ops.tap_write(dev, cache, 0, residual)
         with dev.capture() as graph:
             ops.tap_write(dev, cache, 3, residual)
 

@@ -4,8 +4,8 @@
 
 suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of
 compute-sanitizer over `check --small`, where every plane is an allocation of its own. tests: the same over the tests
-that launch most, all at once. embed: the same over the engine in C. runs: the main job on two models. The last lines
-are a table; the exit status is 1 where anything failed.
+that launch most, a process per core. embed: the same over the engine in C. runs: the main job on two models. The last
+lines are a table; the exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,18 @@ RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
     ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
 )
-SANITIZED = (  # of tests/test_*.py, what a process runs
-    ("kernels", "kernels_batch", "offsets", "special_values"),
-    ("kernels_recurrent", "recur_step", "health_matrix"),
-    ("attend", "attend_pipe"),
-    ("steps", "batch", "taps", "ops"),
-    ("round", "rollback", "snapshots", "graph", "replayed_clock"),
+# Of tests/test_*.py, what a process runs. The operations run through C under memcheck alone: the other tools watch
+# kernels, which are the same whoever launches them.
+SANITIZED = (
+    ("kernels", "offsets", "special_values"),
+    ("kernels_batch", "recur_step"),
+    ("kernels_recurrent", "health_matrix"),
+    ("attend",),
+    ("attend_pipe",),
+    ("steps", "taps"),
+    ("batch", "ops"),
+    ("round", "rollback"),
+    ("snapshots", "graph", "replayed_clock"),
 )
 SANITIZED_SECONDS = 360  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
@@ -130,38 +137,43 @@ def sanitizers() -> list[Line]:
 
 
 def tests() -> list[Line]:
-    """Every tool over every group, side by side; calls that the tests make fail on purpose are no errors."""
-    begin = time.monotonic()
-    running = {}
-    for tool in TOOLS:
-        api = ["--report-api-errors", "no"] if tool == "memcheck" else []
-        for group in SANITIZED:
-            files = [f"tests/test_{name}.py" for name in group]
-            command = ["compute-sanitizer", "--tool", tool, *api, "--error-exitcode", "7"]
-            command += [sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "0", "-p", "no:cacheprovider", *files]
-            running[tool, group] = subprocess.Popen(
-                command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,  # so that what it watches ends with it
-            )  # fmt: skip
-    lines: list[Line] = []
+    """Every tool over every group, as many at a time as cores; what tests make fail on purpose is no error."""
+    end = time.monotonic() + SANITIZED_SECONDS
+    pairs = [(tool, group) for tool in TOOLS for group in SANITIZED]  # memcheck, which has most to do, first
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = list(pool.map(lambda pair: sanitized_group(*pair, end), pairs))
     tools: dict[str, dict[str, Any]] = {}
-    for (tool, group), process in running.items():
-        try:
-            text, _ = process.communicate(timeout=max(1.0, begin + SANITIZED_SECONDS - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            text, _ = process.communicate()
-            text += "\nnot done in time"
-        summary = re.findall(r"=+ (.*SUMMARY.*)", text)
-        ran = re.findall(r"^\d+ (?:passed|failed).* in .*$", text, re.MULTILINE)
-        passed = process.returncode == 0 and bool(summary)
-        said = f"{summary[-1] if summary else 'no summary'}; {ran[-1] if ran else last_line(text)}"
-        if not passed:
-            print(f"$ {tool} {' '.join(group)}\n{text[-3000:]}")
+    for (tool, group), (_, passed, said, _) in zip(pairs, done, strict=True):
         tools.setdefault(tool, {})[" ".join(group)] = {"said": said, "passed": passed}
-        lines.append((f"{tool}, {group[0]} ..", passed, said, time.monotonic() - begin))
     keep("sanitized_tests", {"command": "compute-sanitizer --tool TOOL pytest --gpu FILES", "tools": tools})
-    return lines
+    return done
+
+
+def sanitized_group(tool: str, group: tuple[str, ...], end: float) -> Line:
+    """What a tool says of the tests of a group; they are given up where they are not done at `end`."""
+    begin = time.monotonic()
+    files = [f"tests/test_{name}.py" for name in group]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
+    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command += [sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "0", "-p", "no:cacheprovider", *files]
+    command += [] if tool == "memcheck" else ["--not-through-c"]
+    process = subprocess.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,  # so that what it watches ends with it
+    )  # fmt: skip
+    try:
+        text, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        text += "\nnot done in time"
+    summary = re.findall(r"=+ (.*SUMMARY.*)", text)
+    ran = re.findall(r"^\d+ (?:passed|failed).* in .*$", text, re.MULTILINE)
+    passed = process.returncode == 0 and bool(summary)
+    said = f"{summary[-1] if summary else 'no summary'}; {ran[-1] if ran else last_line(text)}"
+    if not passed:
+        print(f"$ {tool} {' '.join(group)}\n{text[-3000:]}")
+    return f"{tool}, {group[0]} ..", passed, said, time.monotonic() - begin
 
 
 def embed() -> list[Line]:
