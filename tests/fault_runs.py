@@ -221,6 +221,7 @@ class Sweep:
 
     def calls_of(self, run: Run) -> list[str]:
         """Runs undisturbed; returns the names of all driver calls that this takes, those that only ask included."""
+        gc.collect()  # what earlier runs have left is freed now, not among these calls
         self._look_away()
         run()
         return [call.name for call in self.standin.trace()]
