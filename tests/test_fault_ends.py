@@ -446,6 +446,7 @@ NOTHING = (None, 0, 0, 0, 0, 0, 0, None, 0)  # arguments of set_counters that se
 LOADS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "launch": (DEVICES["CudaDev"], lambda e: e.launch("set_counters", *NOTHING)),
     "prepare": (DEVICES["CudaDev"], lambda e: e.prepare("set_counters", NOTHING)),
+    "memra_device_load": (DEVICES["CDev"], lambda e: e.c.load("counters.cu")),
     "memra_device_load_file": (opened, from_a_file),
     "memra_device_load_folder": (opened, from_a_folder),
 }  # fmt: skip

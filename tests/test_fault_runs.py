@@ -265,6 +265,7 @@ def launch_of(s: Stage, name: str) -> Run:
         "copy_many": (table, 1, None, 0), "copy_rows": (out, out.view(64), 64, 64, 1, 64, None, 0),
         "dequant_kv": (layer.k, layer.v, 0, 1, 32, *shape, out, out.view(64), 0, None, 0),
         "set_counters": (counters, 1, 2, 1, 0, 2, 0, None, 0),
+        "restore": (out, out.view(64), 64, None, None, 0, counters, 1, 2, 1, 0, 2, 0, None, 0),
     }  # fmt: skip
     return lambda: e.launch(name, *args[name])
 
@@ -300,12 +301,16 @@ STREAMS: dict[str, Prepare] = {
     "launch of copy_rows": lambda s: launch_of(s, "copy_rows"),
     "launch of dequant_kv": lambda s: launch_of(s, "dequant_kv"),
     "launch of set_counters": lambda s: launch_of(s, "set_counters"),
+    "launch of restore": lambda s: launch_of(s, "restore"),
     "the array interface": lambda s: lambda: s.cache.kv[1].k.__cuda_array_interface__,
     "name": lambda s: s.e.context.name,
     "arch": lambda s: lambda: s.e.context.arch,
     "is_alive": lambda s: s.e.context.is_alive,
     "memory_info": lambda s: s.e.context.memory_info,
     "pool_info": lambda s: s.e.context.pool_info,
+    "keep_memory": lambda s: partial(s.e.keep_memory, 0),
+    "trim": lambda s: s.e.trim,
+    "trim of a context": lambda s: s.e.context.trim,
 }
 ACROSS: dict[str, Prepare] = {
     "copy_into of another device": lambda s: bytes_of(s, lambda a, b: s.e.copy_into(b, 0, a, 64)),
