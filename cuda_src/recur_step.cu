@@ -9,11 +9,10 @@
 
 static __device__ unsigned tickets[TICKETS];  // Step.ticket; so launches of one module must not overlap
 
-// Any d_conv, or a block of many columns. Not inlined, so that they take no registers from the common case, a d_conv of 4
-// and few columns, where every instruction counts.
-template <int R, int TAPS, bool MANY>
-static __device__ __noinline__ void run_apart(const Step& p, int* is_last) {
-    Block<R, TAPS, MANY>::run(p, is_last);
+// Any d_conv. Not inlined, so that it takes no registers from the common case, 4.
+template <int R>
+static __device__ __noinline__ void run_any(const Step& p, int* is_last) {
+    Block<R, MEMRA_TAPS>::run(p, is_last);
 }
 
 template <int R>
@@ -47,16 +46,11 @@ static __device__ inline void recur_step(Step p, float* shared, int* is_last, in
     p.decay = shared + min(p.rows, ROWS) * (2 * SIZE + p.columns);
     p.beta = p.decay + max(1, p.columns / SIZE) * ROWS;
     p.kept = p.beta + max(1, p.columns / SIZE) * ROWS;
-    const bool many = p.end - p.begin > 2 * Block<R, 4, true>::TURN;
-    if (p.d_conv == 4 && !many) {
-        Block<R, 4, false>::run(p, is_last);
+    if (p.d_conv == 4) {
+        Block<R, 4>::run(p, is_last);
     } else {
         const Step copy = p;  // its address is taken, and p is to stay in registers
-        if (p.d_conv == 4) {
-            run_apart<R, 4, true>(copy, is_last);
-        } else {
-            run_apart<R, MEMRA_TAPS, false>(copy, is_last);
-        }
+        run_any<R>(copy, is_last);
     }
 }
 

@@ -33,13 +33,10 @@ static __device__ __noinline__ void report(memra_health* health, int layer, cons
     memra_report(health, MEMRA_FAULT_NONFINITE, layer, memra_slot(pos_d, 0) + slot, (unsigned)count);
 }
 
-// R: state_size / 32. TAPS: d_conv, or MEMRA_TAPS for any. MANY: a block has so many columns that states come into the L2
-// before it loads them; where it has few, the instructions for that cost more than they save.
-template <int R, int TAPS, bool MANY>
+template <int R, int TAPS>  // R: state_size / 32. TAPS: d_conv, or MEMRA_TAPS for any
 struct Block {
     static constexpr int SIZE = R * 32, KEYS = 2 * SIZE;  // KEYS: the q and the k channels of a key head
     static constexpr int AHEAD = R < 8 ? 2 : 1;           // groups of four columns that a warp has asked for at a time
-    static constexpr int TURN = 4 * AHEAD * WARPS;        // columns that a block has asked for at a time
 
     struct Channel {  // what a thread convolves; the window ends with the newest input
         float window[TAPS], weight[TAPS], newest;
@@ -154,11 +151,6 @@ struct Block {
         for (int r = 0; r < R; r++) s[r] = memra_read4(part(p, (float*)state, column) + r * 32);
     }
 
-    __device__ static inline void prefetch(const Step& p, const float* state, int column) {
-        const int line = threadIdx.x & 7;  // 128 bytes
-        if (line < R) memra_prefetch(part(p, (float*)state, column) + 28 * line);
-    }
-
     // A column through `count` rows.
     __device__ static inline void scan(const Step& p, float4 (&s)[R], int column, int first, int start, int count) {
         const int lane = (int)threadIdx.x & 7, h = (column - first) / SIZE;
@@ -205,10 +197,6 @@ struct Block {
                 for (int i = 0; i < AHEAD; i++) {
                     if (warp + i * WARPS < groups) load(p, s[i], source, column_of(warp + i * WARPS));
                 }
-#pragma unroll
-                for (int i = AHEAD; MANY && i < 2 * AHEAD; i++) {
-                    if (warp + i * WARPS < groups) prefetch(p, source, column_of(warp + i * WARPS));
-                }
             }
             if (u < end) convolve(p, ch, u, c, start, count);
             if (u + THREADS < end) convolve(p, other, u + THREADS, d, start, count);
@@ -247,11 +235,10 @@ struct Block {
         for (int base = warp; base < groups; base += AHEAD * WARPS) {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const int group = base + i * WARPS, later = group + AHEAD * WARPS, asked = later + AHEAD * WARPS;
+                const int group = base + i * WARPS, later = group + AHEAD * WARPS;
                 if (group >= groups) break;
                 scan(p, s[i], column_of(group), first, start, count);
                 if (later < groups) load(p, s[i], source, column_of(later));
-                if (MANY && asked < groups) prefetch(p, source, column_of(asked));
             }
         }
     }
