@@ -96,7 +96,8 @@ def _add_tile(
 ) -> None:
     """Adds one tile to the sums (n_head_kv, gqa, head_dim_v + 2) of its group."""
     dim = values.shape[2]
-    score = (keys[:, :, None, :] * queries).sum(axis=3) * factor  # (TILE, n_head_kv, gqa)
+    scaled = queries * factor  # first, so that no product is beyond an f32 where the score is not
+    score = (keys[:, :, None, :] * scaled).sum(axis=3)  # (TILE, n_head_kv, gqa)
     score = np.where(seen[:, None, None], score, MINUS_INFINITY)
     old = sums[:, :, dim].copy()
     most = np.fmax(old, np.fmax.reduce(score, axis=0))

@@ -174,6 +174,10 @@ def rolled_back(stage: Stage) -> None:
     sweep(stage, lambda s: lambda: s.cache.rollback(s.e, s.snap, 2))
 
 
+def reset(stage: Stage) -> None:
+    sweep(stage, lambda s: lambda: s.cache.reset(s.e))
+
+
 def snapped(stage: Stage) -> None:
     sweep(stage, lambda s: lambda: s.keep.append(s.cache.snapshot(s.e)))
 
@@ -182,7 +186,7 @@ BEHIND_AN_ERROR: dict[str, tuple[Callable[[Stage], None], Fault, str]] = {
     "a status is unchecked": (born, unchecked, "nobody was told"),
     "an error is swallowed": (rolled_back, swallowed, "nobody was told"),
     "a change is half made, and the cache says nothing": (
-        rolled_back, lambda m: m.setattr(Cache, "taint", lambda self: None), "failed|bytes|pos",
+        reset, lambda m: m.setattr(Cache, "taint", lambda self: None), "failed|bytes|pos",
     ),
     "a buffer is leaked": (born, leaked, "call"),
     "a snapshot is leaked": (
