@@ -151,7 +151,8 @@ def _gpu(ordinal: int, missing: list[str]) -> str:
 
 def _free(device: int) -> int:
     """Bytes; asked in a context, which shows as well that one can be had."""
-    context, before = driver.device_primary_ctx_retain(device), driver.ctx_get_current()
+    before = driver.ctx_get_current()  # first: what fails behind the next call has a context to release
+    context = driver.device_primary_ctx_retain(device)
     try:
         driver.ctx_set_current(context)
         return driver.mem_get_info()[0]

@@ -185,7 +185,7 @@ def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
-    """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory and no graph left.
+    """The stand-in driver, fresh. After the test: no misuse, no broken guard, no memory, graph or context left.
 
     Of a test that failed only the first two are looked at: its traceback keeps alive what it had not closed yet.
     """
@@ -207,6 +207,7 @@ def standin(request: pytest.FixtureRequest) -> Iterator[standin_module.StandIn]:
         assert control.errors() == []
         return
     control.assert_clean()
+    assert not control.live_contexts(), "a primary context was never released"
 
 
 @pytest.fixture

@@ -286,6 +286,13 @@ class StandIn:
         """Captures begun since `reset` and not ended, graphs and executable graphs not destroyed."""
         return int(self._lib.fake_live_graphs())
 
+    def live_contexts(self) -> list[int]:
+        """The devices whose primary context somebody retains."""
+        active = [ctypes.c_int() for _ in range(2)]
+        for device, each in enumerate(active):
+            self._lib.cuDevicePrimaryCtxGetState(device, ctypes.byref(ctypes.c_uint()), ctypes.byref(each))
+        return [device for device, each in enumerate(active) if each.value]
+
     def assert_clean(self) -> None:
         """No misuse, no broken guard, no memory and no graph left since `reset`."""
         errors = self.errors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -103,12 +104,16 @@ def stage_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self) -> None:
             cu.cuMemFreeHost(self.ptr)
 
+    lock = threading.Lock()  # a soak has two threads
+
     def memcpy_htod(self: CudaStream, dst: int, array: Any) -> None:
-        if not any(isinstance(each, Pinned) for each in _kept):
-            _kept.append(Pinned())
-            self.context.bind()
-            _kept[-1].ptr = int(cu.cuMemAllocHost(1 << 20)[1])
-        pinned = next(each for each in _kept if isinstance(each, Pinned))
+        with lock:
+            if not any(isinstance(each, Pinned) for each in _kept):
+                self.context.bind()
+                made = Pinned()
+                made.ptr = int(cu.cuMemAllocHost(1 << 20)[1])
+                _kept.append(made)
+            pinned = next(each for each in _kept if isinstance(each, Pinned))
         ctypes.memmove(pinned.ptr, array.ctypes.data, array.nbytes)
         driver.memcpy_htod_async(dst, pinned.ptr, array.nbytes, self.handle)
 
