@@ -127,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(128) append_kv(
         long long slot, int rows, int len, long long max_ctx, int kv_dim_k, int kv_dim_v,
         long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format, const memra_seq* seqs, int n_seqs,
         memra_health* health, int layer) {
+    memra_begin();
     __shared__ uint4 stages[WARPS][PIECES];
     const Append p = {k_rows, v_rows, k, v, len_d, pos_d, slot, max_ctx, k_tok_bytes, v_tok_bytes, rows, len, kv_dim_k,
                       kv_dim_v, k_format, v_format, layer, health};

@@ -262,6 +262,7 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
             long long max_ctx, int n_head, int n_head_kv, int head_dim_k, int head_dim_v, long long k_tok_bytes,           \
             long long v_tok_bytes, int k_format, int v_format, float scale, int window, float* part, int pieces,           \
             const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {                                          \
+        memra_begin();                                                                                                     \
         attend<MT, NT>(q, k, v, pos_d, slot, rows, max_ctx, n_head, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes,        \
                        v_tok_bytes, k_format, v_format, scale, window, part, pieces, seqs, n_seqs, health, layer);         \
     }                                                                                                                      \

@@ -57,6 +57,7 @@ static __device__ float2 fold_groups(const float* from, int stride, int head_dim
 extern "C" __global__ void __launch_bounds__(384) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
         int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
+    memra_begin();
     __shared__ float2 own_of[FOLDS];
     __shared__ float2 value_of[FOLDS][DIMS / 2];
     const long long own_pos = seqs ? 0 : memra_slot(pos_d, slot);  // what all else waits for

@@ -269,7 +269,6 @@ template <int WORDS, int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void attend(const Block& b, const Launch& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     const int warp = threadIdx.x / 32;
-    Tasks tasks(launch);  // asks for positions, what all else waits for
     const int computing = b.n_head_kv << b.team_shift;  // warps
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
@@ -282,6 +281,8 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
         }
         memra_pipe_init_done();
     }
+    memra_begin();
+    Tasks tasks(launch);  // asks for positions, what all else waits for
     __syncthreads();
 
     Turn k_turn = {0, 0, true}, v_turn = k_turn;

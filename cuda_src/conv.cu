@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(128) conv_update(
         const float* x, const float* w, float* conv_state, float* out, float* tape, const int* pos_d,
         long long slot, int rows, int conv_dim, int d_conv, const memra_seq* seqs, int n_seqs,
         memra_health* health, int layer) {
+    memra_begin();
     const int channel_blocks = (conv_dim + 127) / 128, row_blocks = (rows + ROWS - 1) / ROWS;
     const int c = (int)(blockIdx.x % channel_blocks) * 128 + (int)threadIdx.x;
     const long long start = (long long)(blockIdx.x / channel_blocks % row_blocks) * ROWS;
@@ -68,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(128) conv_ring_rebuild(
         const float* x, const float* ring_old, float* conv_state, const int* accept_d, int accept,
         int rows, int conv_dim, int d_conv, int n_layers, long long x_apart, long long ring_apart,
         memra_health* health, int layer) {
+    memra_begin();
     const int taken = accept_d ? *accept_d : accept;
     if (taken < 0 || taken > rows) {
         if (blockIdx.x == 0 && threadIdx.x == 0)

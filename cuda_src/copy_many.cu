@@ -5,6 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(256) copy_many(
         const memra_copy* table, int n, memra_health* health, int layer) {
+    memra_begin();
     const unsigned parts = gridDim.x / (unsigned)n, entry = blockIdx.x / parts, part = blockIdx.x % parts;
     if (entry >= (unsigned)n) return;
     const memra_copy job = table[entry];
@@ -16,6 +17,7 @@ MEMRA_EXPORT(copy_many)
 extern "C" __global__ void __launch_bounds__(256) copy_rows(
         const float* src, float* dst, long long src_stride, long long dst_stride, int rows, int columns,
         memra_health* health, int layer) {
+    memra_begin();
     const int runs = (columns + 1023) / 1024;
     const long long row = blockIdx.x / runs;
     if (row >= rows) return;

@@ -20,6 +20,7 @@ static __device__ void set_counter(
 extern "C" __global__ void __launch_bounds__(128) set_counters(
         int* counters, int a, int b, long long a_lo, long long a_hi, long long b_lo, long long b_hi,
         memra_health* health, int layer) {
+    memra_begin();
     set_counter(threadIdx.x, counters, a, b, a_lo, a_hi, b_lo, b_hi);
 }
 MEMRA_EXPORT(set_counters)
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) restore(
         const uint8_t* src, uint8_t* dst, long long bytes, const uint8_t* src2, uint8_t* dst2, long long bytes2,
         int* counters, int a, int b, long long a_lo, long long a_hi, long long b_lo, long long b_hi,
         memra_health* health, int layer) {
+    memra_begin();
     const long long first = (bytes + RESTORE_BYTES - 1) / RESTORE_BYTES;  // blocks of the first copy
     const bool is_first = blockIdx.x < first;
     const long long at = (is_first ? blockIdx.x : blockIdx.x - first) * RESTORE_BYTES;
@@ -47,6 +49,7 @@ MEMRA_EXPORT(restore)
 extern "C" __global__ void __launch_bounds__(128) commit_counters(
         int* counters, int* pos_d, const int* accept_d, int accept, int rows, long long mask_lo, long long mask_hi,
         int move_pos, memra_health* health, int layer) {
+    memra_begin();
     const int i = threadIdx.x, asked = accept_d ? *accept_d : accept, pos = *pos_d;
     const bool bad = asked < 0 || asked > rows;
     const int end = bad ? pos : pos + asked;
@@ -60,6 +63,7 @@ MEMRA_EXPORT(commit_counters)
 // pos += n for every sequence of a batch.
 extern "C" __global__ void __launch_bounds__(128) advance_batch(
         const memra_seq* seqs, int n_seqs, int n, memra_health* health, int layer) {
+    memra_begin();
     const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < n_seqs) *(int*)seqs[i].pos_d += n;
 }

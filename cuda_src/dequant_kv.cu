@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) dequant_kv(
         const uint8_t* k, const uint8_t* v, long long start, long long rows, long long max_ctx,
         int kv_dim_k, int kv_dim_v, long long k_tok_bytes, long long v_tok_bytes, int k_format, int v_format,
         void* k_out, void* v_out, int out_bf16, memra_health* health, int layer) {
+    memra_begin();
     if (start < 0 || start + rows > max_ctx) {
         if (blockIdx.x == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, start, 1);
         return;

@@ -26,6 +26,15 @@
 
 __device__ inline bool memra_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
 
+// The first line of each kernel, in front of any look at memory: a launch may begin while the kernel in front of it in its
+// stream comes to its end (programmatic dependent launch), and waits here until all that one wrote can be seen. Every thread
+// calls it, also of blocks without work: a kernel that has ended tells the next one that those before it have, too.
+__device__ inline void memra_begin() {
+#if MEMRA_PTX && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Minimum and maximum as on a GPU: a NaN loses against a number, -0 lies below +0.
 __device__ inline float memra_min(float a, float b) {
 #if MEMRA_PTX

@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
         float* q, float* k, float* v, float* g_log, float* beta, const int* pos_d, long long slot,
         int rows, int num_k, int num_v, int state_size, float eps, const memra_seq* seqs, int n_seqs,
         memra_health* health, int layer) {
+    memra_begin();
     const int lane = threadIdx.x, warp = threadIdx.y;
     const long long head = blockIdx.x;  // (sequence, row, value head)
     const long long row = head / num_v, seq = row / rows;

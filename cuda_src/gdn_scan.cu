@@ -121,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(128, 5) gdn_scan(
         const float* q, const float* k, const float* v, const float* g_log, const float* beta,
         const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows, int num_v,
         int state_size, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
+    memra_begin();
     Scan p = {q, k, v, g_log, beta, state_in, state_out, out, tape, accept_d, rows, num_v, layer, scale, health};
     if ((int)blockIdx.z >= n_seqs) return;
     if (seqs) p.state_in = p.state_out = (float*)seqs[blockIdx.z].ssm_state;

@@ -9,7 +9,8 @@
 
 enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
-    OLDEST_ARCH = 80, /* nvrtc.py has it too */
+    OLDEST_ARCH = 80, EARLY_ARCH = 90, /* nvrtc.py has them too, */
+    EARLY_DRIVER = 12030, /* and launches.py this: older ones cannot record a launch that begins early */
     NON_BLOCKING = 1, /* CU_STREAM_NON_BLOCKING */
     INVALID_VALUE = 1, DEINITIALIZED = 4, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, CONTEXT_IS_DESTROYED = 709,
     TABLE_ENTRIES = 4096 /* of the copy table that a device is born with */
@@ -139,7 +140,7 @@ static int open_stream(memra_device *device, uint64_t given) {
 }
 
 static int open_parts(memra_device *device, const memra_device_options *options) {
-    int major = 0, minor = 0, pools = 0;
+    int major = 0, minor = 0, pools = 0, version = 0;
     MEMRA_TRY(open_context(device, options->context));
     if (memra_cu.cuCtxGetId) MEMRA_TRY(MEMRA_CU(cuCtxGetId, (device->context, &device->context_id)));
     MEMRA_TRY(MEMRA_CU(cuDeviceGetAttribute, (&major, CAPABILITY_MAJOR, device->device)));
@@ -149,6 +150,8 @@ static int open_parts(memra_device *device, const memra_device_options *options)
     if (device->arch < OLDEST_ARCH)
         return memra_fail(MEMRA_ERR_UNSUPPORTED, "cuda:%d is sm_%d; the kernels need sm_%d or newer (Ampere, 2020)",
                           device->ordinal, device->arch, OLDEST_ARCH);
+    MEMRA_TRY(MEMRA_CU(cuDriverGetVersion, (&version)));
+    device->early = device->arch >= EARLY_ARCH && version >= EARLY_DRIVER;
     device->has_pools = pools != 0;
     device->has_arena = !(options->flags & MEMRA_NO_ARENA);
     MEMRA_TRY(open_stream(device, options->stream));

@@ -42,6 +42,16 @@ typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphExec_st *CUgraphExec;
 typedef struct CUlib_st *CUlibrary;
 typedef struct CUkern_st *CUkernel;
+typedef struct CUlaunchAttribute {
+    int id;
+    union { char bytes[64]; int allowed; uint64_t align; } value;
+} CUlaunchAttribute;
+typedef struct CUlaunchConfig {
+    unsigned grid[3], block[3], shared_bytes;
+    CUstream stream;
+    CUlaunchAttribute *attributes;
+    unsigned n_attributes;
+} CUlaunchConfig;
 
 /* name, the version of the prototype that is asked for, parameters */
 #define MEMRA_CUDA_FUNCTIONS(F)                                                                                      \
@@ -94,9 +104,7 @@ typedef struct CUkern_st *CUkernel;
     F(cuLibraryGetKernel, 12000, (CUkernel * kernel, CUlibrary library, const char *name))                           \
     F(cuKernelSetAttribute, 12000, (int attribute, int value, CUkernel kernel, CUdevice device))                     \
     F(cuKernelGetParamInfo, 12040, (CUkernel kernel, size_t index, size_t *offset, size_t *n_bytes))                 \
-    F(cuLaunchKernel, 4000,                                                                                          \
-      (CUkernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,       \
-       unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                   \
+    F(cuLaunchKernelEx, 11060, (const CUlaunchConfig *config, CUkernel kernel, void **parameters, void **extra))     \
     F(cuGetErrorName, 6000, (CUresult code, const char **name))                                                      \
     F(cuGetErrorString, 6000, (CUresult code, const char **text))
 
@@ -153,6 +161,7 @@ struct memra_device {
     CUstream stream;
     bool owns_context, owns_stream, has_arena, has_pools;
     int32_t arch;
+    bool early;  /* a kernel may be started before the one in front of it has ended */
     CUlibrary libraries[MEMRA_N_KERNELS];  /* each was loaded for a kernel that no other has */
     int32_t n_libraries;
     CUkernel kernels[MEMRA_N_KERNELS];

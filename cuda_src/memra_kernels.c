@@ -8,6 +8,7 @@
 #include <stdio.h>
 
 enum {
+    PROGRAMMATIC_STREAM_SERIALIZATION = 6, /* CUlaunchAttributeID */
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8, /* CUfunction_attribute */
     APPEND_TILE = 16,                  /* blocks of 32 elements of a plane that a thread block of append_kv encodes: */
     APPEND_MANY = 1 << 15,             /* twice as many where there are so many */
@@ -140,11 +141,13 @@ static int launch(memra_device *device, enum memra_kernel k, launch_shape shape,
     if (!shape.blocks) return MEMRA_OK;
     const unsigned y = shape.grid_y ? shape.grid_y : 1, z = shape.grid_z ? shape.grid_z : 1;
     const unsigned blocks = (unsigned)shape.blocks;
-    const CUresult code = memra_cu.cuLaunchKernel(device->kernels[k], blocks, y, z, shape.x, shape.y, 1,
-                                                  shape.shared_bytes, device->stream, params, NULL);
+    CUlaunchAttribute early = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+    const CUlaunchConfig config = {{blocks, y, z}, {shape.x, shape.y, 1}, shape.shared_bytes, device->stream, &early,
+                                   device->early};
+    const CUresult code = memra_cu.cuLaunchKernelEx(&config, device->kernels[k], params, NULL);
     if (!code) return MEMRA_OK;
     char call[128];
-    snprintf(call, sizeof call, "cuLaunchKernel(%s, grid (%u, %u, %u), block (%u, %u, 1))", name, blocks, y, z, shape.x,
+    snprintf(call, sizeof call, "cuLaunchKernelEx(%s, grid (%u, %u, %u), block (%u, %u, 1))", name, blocks, y, z, shape.x,
              shape.y);
     return memra_fail_driver(call, code);
 }

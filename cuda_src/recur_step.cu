@@ -67,6 +67,7 @@ static __device__ inline void recur_step(Step p, float* shared, int* is_last, in
             int blocks, float eps, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {  \
         MEMRA_DYN_SHARED(float, shared);                                                                               \
         __shared__ int is_last;                                                                                        \
+        memra_begin();                                                                                                 \
         if (state_size != R * 32) return;                                                                              \
         Step p = {x, w, alpha, beta_raw, dt_bias, a, state_in, conv_state, state_out, out, tape, pos_d, slot, rows,    \
                   d_conv, num_k, num_v, columns, layer, eps, scale, health};                                           \

@@ -488,43 +488,52 @@ def kernel_set_attribute(name: str, value: int, kernel: int, device: int) -> Non
     _call("cuKernelSetAttribute", attribute, value, kernel, device, shown=f"{name}, {value}")
 
 
-def launch_kernel(
-    kernel: int,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared_bytes: int,
-    stream: int,
-    params: int,
-    name: str = "",
-) -> None:
+def launch_config(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int, *, early: bool = False
+) -> Any:
+    """What `launch_kernel` and `launcher` take.
+
+    early: a programmatic dependent launch: the kernel's blocks may start while the kernel in front of it in the stream
+    comes to its end, and must wait for that one themselves (griddepcontrol.wait). GPUs from sm_90 on.
+    """
+    config = _cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared_bytes
+    config.hStream = _cu.CUstream(stream)
+    if early:
+        attribute = _cu.CUlaunchAttribute()
+        attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return config
+
+
+def launch_kernel(kernel: int, config: Any, params: int, name: str = "") -> None:
     """`params` is the address of a `void*[n]` that the caller keeps alive during the call; `name` is for errors."""
-    try:
-        status = _cu.cuLaunchKernel(kernel, *grid, *block, shared_bytes, stream, params, 0)[0]
-    except (RuntimeError, ValueError) as error:
-        _reraise(f"cuLaunchKernel({name}, grid {grid}, block {block})", error)
-    if status:
-        raise _failure(f"cuLaunchKernel({name}, grid {grid}, block {block})", status)
+    launcher(kernel, config, params, name)()
 
 
-def launch_arguments(
-    kernel: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int, params: int
-) -> tuple[Any, ...]:
-    """What `launcher` takes: the bindings' own objects, which they need not make for every launch."""
-    return _cu.CUkernel(kernel), *grid, *block, shared_bytes, _cu.CUstream(stream), params, 0
-
-
-def launcher(arguments: tuple[Any, ...], name: str) -> Callable[[], None]:
-    """`launch_kernel` with what `launch_arguments` made of its arguments, to be called again and again."""
+def launcher(kernel: int, config: Any, params: int, name: str) -> Callable[[], None]:
+    """`launch_kernel`, to be called again and again."""
+    handle = _cu.CUkernel(kernel)  # the bindings' own object, which they need not make for every launch
 
     def launch() -> None:
         try:
-            status = _cu.cuLaunchKernel(*arguments)[0]
+            status = _cu.cuLaunchKernelEx(config, handle, params, 0)[0]
         except (RuntimeError, ValueError) as error:
-            _reraise(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", error)
+            _reraise(_shown(config, name), error)
         if status:
-            raise _failure(f"cuLaunchKernel({name}, grid {arguments[1:4]}, block {arguments[4:7]})", status)
+            raise _failure(_shown(config, name), status)
 
     return launch
+
+
+def _shown(config: Any, name: str) -> str:
+    grid = config.gridDimX, config.gridDimY, config.gridDimZ
+    block = config.blockDimX, config.blockDimY, config.blockDimZ
+    return f"cuLaunchKernelEx({name}, grid {grid}, block {block})"
 
 
 # Capture and graphs

@@ -19,6 +19,7 @@ from memra_driver.memory import CudaSlice, OpenWatch, note_change, run_all
 if TYPE_CHECKING:
     from memra_driver.device import CudaContext, CudaStream
 
+EARLY_DRIVER = 12030  # drivers from 12.3 on also record launches that begin early
 _CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 
@@ -26,12 +27,13 @@ class LaunchPlan:
     """One loaded kernel with its parameter block, which each launch fills in place.
 
     The driver copies the block during the call, so it may be filled again at once. Not for two
-    threads at a time.
+    threads at a time. early: the GPU can start a launch before the kernel in front of it has ended.
     """
 
-    def __init__(self, kernel: Kernel, handle: int) -> None:
+    def __init__(self, kernel: Kernel, handle: int, *, early: bool) -> None:
         self.kernel = kernel
         self.handle = handle
+        self.early = early
         self.names = tuple(name for _, name in kernel.params)
         self.is_pointer = tuple(kind.endswith("*") for kind, _ in kernel.params)
         fields = [(name, _CTYPES.get(kind, ctypes.c_uint64)) for kind, name in kernel.params]
@@ -44,17 +46,15 @@ class LaunchPlan:
 
     def launch(self, stream: int, args: Sequence[Any]) -> None:
         """Enqueues the kernel with its arguments in the table's order; slices give their address, None is null."""
-        grid, threads, shared_bytes = self._fill(args)
-        driver.launch_kernel(
-            self.handle, grid, threads, shared_bytes, stream, ctypes.addressof(self._pointers), self.kernel.name
-        )
+        config = driver.launch_config(*self._fill(args), stream, early=self.early)
+        driver.launch_kernel(self.handle, config, ctypes.addressof(self._pointers), self.kernel.name)
 
     def prepare(self, context: CudaContext, stream: CudaStream, args: Sequence[Any]) -> Launch:
         """The launch of these arguments, to be run as often as wanted."""
-        shape = self._fill(args)
+        config = driver.launch_config(*self._fill(args), stream.handle, early=self.early)
         block = type(self._block).from_buffer_copy(self._block)
         pointers = (ctypes.c_void_p * len(self.layout))(*(ctypes.addressof(block) + at for at, _ in self.layout))
-        call = driver.launch_arguments(self.handle, *shape, stream.handle, ctypes.addressof(pointers))
+        call = driver.launcher(self.handle, config, ctypes.addressof(pointers), self.kernel.name)
         return Launch(self, context, stream, block, pointers, call, args)
 
     def close(self) -> None:
@@ -81,12 +81,12 @@ class Launch:
     """
 
     def __init__(
-        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any, call: Any,
-        args: Sequence[Any],
+        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any,
+        call: Callable[[], None], args: Sequence[Any],
     ) -> None:  # fmt: skip
         self._plan, self._context, self._stream = plan, context, stream
         self._block, self._pointers = block, pointers  # what `call` has the address of
-        self._launch = driver.launcher(call, plan.kernel.name)
+        self._launch = call
         self._read: dict[str, Any] = {}  # the structs that arguments are read from
         self._fields: dict[str, Any] = {}
         self._slices = OpenWatch(each for each in args if isinstance(each, CudaSlice))
@@ -149,6 +149,7 @@ class KernelSet:
     def __init__(self, arch: str, device: int) -> None:
         self.arch = arch
         self.device = device
+        self.early = nvrtc.begins_early(arch) and driver.driver_get_version() >= EARLY_DRIVER
         self._libraries: dict[str, int] = {}
         self._plans: dict[str, LaunchPlan] = {}
         self._unload = weakref.finalize(self, _unload_quietly, self._libraries, os.getpid())
@@ -189,7 +190,8 @@ class KernelSet:
         if library is None:
             library = driver.library_load_data(nvrtc.compile_cubin(kernel.source, self.arch))
             self._libraries[kernel.source] = library
-        plan = LaunchPlan(kernel, driver.library_get_kernel(library, kernel.name))
+        handle = driver.library_get_kernel(library, kernel.name)
+        plan = LaunchPlan(kernel, handle, early=self.early)
         if kernel.shared_bytes:
             limit = kernel.shared_bytes
             driver.kernel_set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", limit, plan.handle, self.device)

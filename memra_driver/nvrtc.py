@@ -35,6 +35,7 @@ DIGEST_BYTES = 32  # a cache entry is the cubin, then its SHA-256
 
 PIPE_ARCH = "sm_90"  # the arch that attend_pipe.cu is for: others have the portable text of attention alone
 OLDEST_ARCH = 80  # of sm_80: bf16 and f16 products, asynchronous copies
+EARLY_ARCH = 90  # from here on a kernel can wait for the one in front of it (memra_begin() in device.cuh)
 HOST_ONLY = ("memra_api.h",)  # which memra_driver.h includes for C compilers alone: no kernel depends on it
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d+[af]?")
@@ -228,6 +229,11 @@ def supported_archs() -> list[int]:
 def is_too_old(arch: str) -> bool:
     """Whether the kernels need a younger GPU than one of this architecture."""
     return _number(arch) < OLDEST_ARCH
+
+
+def begins_early(arch: str) -> bool:
+    """Whether a kernel on such a GPU may be started before the one in front of it has ended."""
+    return _number(arch) >= EARLY_ARCH
 
 
 def too_old(arch: str) -> str:

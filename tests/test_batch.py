@@ -464,7 +464,7 @@ def test_every_operation_is_one_launch_for_all(make_dev: MakeDev, standin: Stand
         recurrent, attention = ["conv_update", "gdn_prep", "gdn_scan"], ["append_kv", "attend", "attend_combine"]
         found = ["attend" if "attend_" in n and "combine" not in n else n for n in standin.launches()]
         assert found == [*recurrent, *attention, "recur_step_32", *attention, "advance_batch"]
-        assert {call.name for call in standin.trace()} == {"cuLaunchKernel"}
+        assert {call.name for call in standin.trace()} == {"cuLaunchKernelEx"}
         lane.close()
 
 
@@ -478,8 +478,8 @@ def test_a_launch_that_fails_moves_nobody(make_dev: MakeDev, standin: StandIn) -
         calls = [lambda il=il: lane.run(batch, [il]) for il in range(4)] + [lambda: batch.advance(e)]
         for call in calls:
             before = [image(member) for member in batch.members]
-            standin.fail("cuLaunchKernel", 1, 719)
-            with pytest.raises(DriverError, match="cuLaunchKernel"):
+            standin.fail("cuLaunchKernelEx", 1, 719)
+            with pytest.raises(DriverError, match="cuLaunchKernelEx"):
                 call()
             assert [image(member) for member in batch.members] == before
             call()

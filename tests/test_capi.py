@@ -209,7 +209,7 @@ def test_every_status_is_an_exception_with_the_librarys_sentence(status: int, ki
 def test_a_failure_of_the_driver_is_the_exception_that_cuda_python_raises(
     status: Status, code: int, name: str, kind: type[DriverError]
 ) -> None:
-    call = "cuLaunchKernel(append_kv, grid (1, 1, 1), block (256, 1, 1))"
+    call = "cuLaunchKernelEx(append_kv, grid (1, 1, 1), block (256, 1, 1))"
     text = f"{call}: {name} ({code}): told: by the driver; do this"
     error = failure(status, text)
     assert type(error) is kind

@@ -147,7 +147,7 @@ def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
             args["pieces"] = attend_pieces(random_.choice([1, 256]), columns)
         standin.clear_trace()
         e.launch(entry, *args.values())
-        (call,) = standin.calls("cuLaunchKernel")
+        (call,) = standin.calls("cuLaunchKernelEx")
         assert call.kernel == entry
         assert (call.grid, call.block, call.smem) == KERNELS[entry].shape(args)
         assert call.stream == e.stream.handle

@@ -195,7 +195,7 @@ def test_the_first_tables_allocate_nothing_and_equal_ones_are_uploaded_once(
     for _ in range(2):
         copy_table(c_device, entries)
         assert echo_kernels.last(echo, "copy_many")[1] == n
-    assert [call.name for call in standin.trace()] == ["cuMemcpyHtoDAsync", "cuLaunchKernel", "cuLaunchKernel"]
+    assert [call.name for call in standin.trace()] == ["cuMemcpyHtoDAsync", "cuLaunchKernelEx", "cuLaunchKernelEx"]
     table = np.zeros((n, 3), np.uint64)
     c_device.call("memra_download", table.ctypes.data, echo_kernels.last(echo, "copy_many")[0], table.nbytes)
     assert [tuple(row) for row in table.tolist()] == entries
@@ -220,7 +220,7 @@ def test_a_larger_table_takes_the_place_of_the_first(c_device: LibraryDevice, st
     standin.clear_trace()
     copy_table(c_device, entries)
     names = [call.name for call in standin.trace()]
-    assert names == ["cuMemAllocAsync", "cuMemFreeAsync", "cuMemcpyHtoDAsync", "cuLaunchKernel"]
+    assert names == ["cuMemAllocAsync", "cuMemFreeAsync", "cuMemcpyHtoDAsync", "cuLaunchKernelEx"]
     c_device.call("memra_free", ptr)
 
 

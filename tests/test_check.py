@@ -345,7 +345,7 @@ def test_a_driver_error_ends_the_run_and_is_a_failure(
     standin: standin_module.StandIn, make_dev: Any, small_cases: list[Case], tmp_path: Path
 ) -> None:
     e = make_dev("cuda", arena=False)
-    standin.fail("cuLaunchKernel", 3, 700)
+    standin.fail("cuLaunchKernelEx", 3, 700)
     results = list(check.run(e, small_cases, tmp_path / "red.npz"))
     assert [bool(result.fault) for result in results] == [False, False, True]
     assert "ILLEGAL_ADDRESS" in results[-1].fault

@@ -138,7 +138,7 @@ def check_tainted(s: Scene) -> None:
 
 def test_a_tainted_cache_accepts_no_tokens(make_dev: MakeDev, standin: StandIn) -> None:
     s = scene(make_dev, 2, "odd")
-    fails(standin, 2, "cuLaunchKernel", lambda: s.cache.rollback(s.devices[0], s.snap, 2))
+    fails(standin, 2, "cuLaunchKernelEx", lambda: s.cache.rollback(s.devices[0], s.snap, 2))
     assert s.cache.state is CacheState.TAINTED
     with pytest.raises(Exception, match="tainted cache accepts none"):
         s.cache.rollback(s.devices[0], s.snap, 1)
@@ -149,7 +149,7 @@ def test_a_tainted_cache_accepts_no_tokens(make_dev: MakeDev, standin: StandIn) 
 
 def test_the_error_of_a_tainted_cache_says_what_to_do(make_dev: MakeDev, standin: StandIn) -> None:
     s = scene(make_dev, 2, "odd")
-    error = fails(standin, 2, "cuLaunchKernel", lambda: s.cache.rollback(s.devices[0], s.snap, 0))
+    error = fails(standin, 2, "cuLaunchKernelEx", lambda: s.cache.rollback(s.devices[0], s.snap, 0))
     told = (str(error), *getattr(error, "__notes__", ()))
     assert any("tainted: reset" in text for text in told)
     s.close()
@@ -161,7 +161,7 @@ def test_a_truncate_that_fails_on_the_second_device_taints(make_dev: MakeDev, st
         cache = Cache.new_pp2(*devices, 1, attention_only(), 16, policy=POLICY)
         Feed(cache).step(4)
         before = image(cache)
-        fails(standin, nth, "cuLaunchKernel", lambda cache=cache, e=devices[0]: cache.truncate(e, 2))
+        fails(standin, nth, "cuLaunchKernelEx", lambda cache=cache, e=devices[0]: cache.truncate(e, 2))
         assert (cache.state is CacheState.TAINTED) == tainted
         if not tainted:
             assert image(cache) == before
@@ -206,8 +206,8 @@ def test_a_launch_that_fails_leaves_the_step_as_it_was(make_dev: MakeDev, standi
         "gdn_scan": lambda: feed.scan(1, conv_out, 2),
     }[op]  # fmt: skip
     before = image(cache)
-    standin.fail("cuLaunchKernel", 2 if op == "gdn_scan" else 1, CODE)  # gdn_prep comes first
-    with pytest.raises(DriverError, match=rf"cuLaunchKernel\(.*{op}"):
+    standin.fail("cuLaunchKernelEx", 2 if op == "gdn_scan" else 1, CODE)  # gdn_prep comes first
+    with pytest.raises(DriverError, match=rf"cuLaunchKernelEx\(.*{op}"):
         run()
     assert image(cache) == before
     run()  # the same again

@@ -215,7 +215,7 @@ def test_every_operation_is_one_launch_on_the_owners_stream(e: Any, standin: Sta
             "gdn_scan": lambda ins=operands, y=y: ops.gdn_scan(e, cache, 0, *ins, y, scale=1.0),
         }.items():
             calls = asked(standin, call)
-            assert [(c.name, c.kernel, c.stream) for c in calls] == [("cuLaunchKernel", name, e.stream.handle)]
+            assert [(c.name, c.kernel, c.stream) for c in calls] == [("cuLaunchKernelEx", name, e.stream.handle)]
         cache.advance(e, rows)
 
 

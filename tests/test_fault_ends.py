@@ -516,7 +516,7 @@ def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
 
 
 @pytest.mark.misuse  # nothing can be freed on a context that is lost
-@pytest.mark.parametrize("name", ["cuLaunchKernel", "cuMemcpyDtoDAsync"])
+@pytest.mark.parametrize("name", ["cuLaunchKernelEx", "cuMemcpyDtoDAsync"])
 def test_a_lost_context_fails_everything_by_name_and_the_next_one_works(
     make_dev: MakeDev, standin: StandIn, name: str
 ) -> None:
@@ -525,7 +525,7 @@ def test_a_lost_context_fails_everything_by_name_and_the_next_one_works(
     cache, e = stage.cache, stage.e
     standin.break_behind(name)
     with suppress(DriverError):
-        if name == "cuLaunchKernel":
+        if name == "cuLaunchKernelEx":
             cache.rollback(e, stage.snap, 0)
         else:
             cache.snapshot_into(e, stage.snap)

@@ -415,7 +415,7 @@ def test_a_launch_stamps_the_counters_and_copies_only_where_states_are_away(
         on_cuda.tokens.append(TRUE)
         calls = [call for call in standin.trace() if call.name != "node"]
         copies = ["cuMemcpyDtoDAsync"] * parity  # of neighbours in the arena
-        assert [call.name for call in calls] == [*copies, "cuLaunchKernel", "cuGraphLaunch"]
+        assert [call.name for call in calls] == [*copies, "cuLaunchKernelEx", "cuGraphLaunch"]
         on_cuda.check()
         parity = 0  # brought home
     graph.close()
@@ -429,7 +429,7 @@ def test_a_recorded_step_is_kernels_and_nothing_else(on_cuda: Player, standin: S
     standin.clear_trace()
     graph = captured_round(on_cuda, count)
     captured = [call for call in standin.trace() if call.captured]
-    assert {call.name for call in captured} == {"cuLaunchKernel"}
+    assert {call.name for call in captured} == {"cuLaunchKernelEx"}
     lane.fill((3, draft(WIDTH, 1)))
     standin.clear_trace()
     graph.launch()
@@ -442,12 +442,12 @@ def test_a_recorded_step_is_kernels_and_nothing_else(on_cuda: Player, standin: S
 
 @pytest.mark.standin
 @pytest.mark.parametrize(
-    "call", ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphUpload", "cuLaunchKernel"]
+    "call", ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphUpload", "cuLaunchKernelEx"]
 )
 def test_a_capture_that_fails_puts_the_clock_back(on_cuda: Player, standin: StandIn, call: str) -> None:
     begin(on_cuda, 1)
     before = image(on_cuda.cache)
-    standin.fail(call, 2 if call == "cuLaunchKernel" else 1, CODE)
+    standin.fail(call, 2 if call == "cuLaunchKernelEx" else 1, CODE)
     with pytest.raises(DriverError, match=call):
         captured_step(on_cuda)
     standin.clear_failures()
@@ -498,7 +498,7 @@ def test_a_preparation_that_fails_changes_nothing_or_taints(on_cuda: Player, sta
     begin(on_cuda, 1)
     graph = captured_step(on_cuda)
     snap = cache.snapshot(e)
-    for call in ("cuMemcpyDtoDAsync", "cuLaunchKernel"):
+    for call in ("cuMemcpyDtoDAsync", "cuLaunchKernelEx"):
         begin(on_cuda, 1)
         cache.snapshot_into(e, snap)
         before = image(cache)
@@ -506,7 +506,7 @@ def test_a_preparation_that_fails_changes_nothing_or_taints(on_cuda: Player, sta
         standin.fail(call, 1, CODE)
         with pytest.raises(DriverError, match=call):
             graph.launch()
-        if call == "cuLaunchKernel":  # the copy was made
+        if call == "cuLaunchKernelEx":  # the copy was made
             assert cache.state is CacheState.TAINTED
             recover(on_cuda, snap, graph)
         else:

@@ -269,7 +269,7 @@ def test_the_record_of_a_tainted_cache_is_read_and_cleared(make_dev: MakeDev, st
         snap = cache.snapshot(e)
         nan = put(e, np.full((1, 128), np.nan, np.float32))
         ops.append_kv(e, cache, 3, nan, nan)
-        standin.fail("cuLaunchKernel", 2, 719)  # behind the copy of the states
+        standin.fail("cuLaunchKernelEx", 2, 719)  # behind the copy of the states
         with pytest.raises(DriverError):
             cache.rollback(e, snap, 0)
         assert cache.state is CacheState.TAINTED

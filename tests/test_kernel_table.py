@@ -101,6 +101,21 @@ def test_the_parameters_in_the_text_are_those_of_the_table(kernel: Kernel) -> No
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_a_kernel_waits_for_the_one_in_front_of_it_before_anything_else(kernel: Kernel) -> None:
+    """A launch may begin before that one has ended; attend_pipe makes its pipes first, but looks at no memory."""
+    body = re.search(rf"\b{kernel.name}\([^)]*\)\s*\{{(.*)", expanded(kernel.source), re.DOTALL)
+    assert body
+    if kernel.arch is None:
+        before = body[1].partition("memra_begin();")[0].split("\n")
+        assert all(line.lstrip().startswith(("__shared__ ", "MEMRA_DYN_SHARED(")) for line in before if line.strip())
+        return
+    whole = text_of("attend_pipe_block.cuh")
+    before = whole[whole.index("void attend(const Block& b, const Launch& launch") :].partition("memra_begin();")[0]
+    assert "memra_pipe_init(" in before
+    assert not re.search(r"\blaunch\.|return|memra_pipe_copy|tasks", before)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_the_parameters_in_the_ptx_are_those_of_the_table(kernel: Kernel) -> None:
     entry = re.search(rf"\.entry {kernel.name}\(([^)]*)\)", ptx_of(kernel.source))
     assert entry, kernel.name

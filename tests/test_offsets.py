@@ -33,9 +33,12 @@ def anywhere(dev: Any, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         return
     kernels = ctypes.CDLL(str(standin.build_kernels()))
 
-    def launch(_: int, grid: Any, block: Any, shared: int, stream: int, params: int, name: str = "") -> None:
+    def launch(_: int, config: Any, params: int, name: str = "") -> None:
         standin.finish()
-        shape = ((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared)
+        grid, block = (
+            (ctypes.c_uint * 3)(*(getattr(config, f"{what}Dim{axis}") for axis in "XYZ")) for what in ("grid", "block")
+        )
+        shape = (grid, block, config.sharedMemBytes)
         assert getattr(kernels, f"memra_cpu_launch_{name}")(*shape, ctypes.c_void_p(params)) == 0
 
     monkeypatch.setattr(driver, "launch_kernel", launch)

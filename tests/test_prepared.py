@@ -486,10 +486,10 @@ def _asked(standin: StandIn, call: Callable[[], None]) -> list[str]:
 def test_a_known_call_is_one_launch_and_nothing_else(cuda: Any, standin: StandIn) -> None:
     with new(cuda) as cache:
         append = _known_append(cuda, cache)
-        assert _asked(standin, append) == ["cuLaunchKernel"]
+        assert _asked(standin, append) == ["cuLaunchKernelEx"]
         cache.end_step(0)
         cuda.zeros(8).close()  # something ended, but nothing of this call
-        assert _asked(standin, append) == ["cuLaunchKernel"]
+        assert _asked(standin, append) == ["cuLaunchKernelEx"]
 
 
 def test_the_end_of_a_step_is_one_launch_and_nothing_else(cuda: Any, standin: StandIn) -> None:
@@ -498,7 +498,7 @@ def test_the_end_of_a_step_is_one_launch_and_nothing_else(cuda: Any, standin: St
             Feed(cache).step(rows, advance=False)
             cuda.zeros(8).close()  # something ended, but nothing of this call
             calls = _asked(standin, lambda rows=rows: cache.advance(cuda, rows))
-            assert (calls == ["cuLaunchKernel"]) == (cache.pos > 1)
+            assert (calls == ["cuLaunchKernelEx"]) == (cache.pos > 1)
             layer = cache.kv[ATTENTION]
             assert layer is not None
             assert (cache.step_rows, layer.step_ops, cache.pos_d(0).to_numpy()[0]) == (0, 0, cache.pos)
@@ -541,12 +541,12 @@ def test_an_advance_that_fails_moves_nothing_and_an_interrupt_taints(
             Feed(cache).step(1)
         Feed(cache).step(1, advance=False)
         before = image(cache)
-        standin.fail("cuLaunchKernel", 1, 719)
+        standin.fail("cuLaunchKernelEx", 1, 719)
         with pytest.raises(DriverError):
             cache.advance(cuda)
         assert image(cache) == before
         with monkeypatch.context() as patch:
-            patch.setattr("cuda.bindings.driver.cuLaunchKernel", interrupt)
+            patch.setattr("cuda.bindings.driver.cuLaunchKernelEx", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 cache.advance(cuda)
         assert cache.state is CacheState.TAINTED
@@ -662,8 +662,8 @@ def test_a_launch_that_fails_moves_nothing(cuda: Any, standin: StandIn) -> None:
         cache.advance(cuda)
         for op in (engine.append, engine.conv, engine.scan, lambda: engine.recur(FUSED)):
             before = image(cache)
-            standin.fail("cuLaunchKernel", 1, 719)
-            with pytest.raises(MemraError, match="cuLaunchKernel"):
+            standin.fail("cuLaunchKernelEx", 1, 719)
+            with pytest.raises(MemraError, match="cuLaunchKernelEx"):
                 op()
             assert image(cache) == before
             assert cache.state is CacheState.READY
@@ -680,7 +680,7 @@ def test_an_interrupt_taints(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None
         engine.append()
         cache.advance(cuda)
         with monkeypatch.context() as patch:
-            patch.setattr("cuda.bindings.driver.cuLaunchKernel", interrupt)
+            patch.setattr("cuda.bindings.driver.cuLaunchKernelEx", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.append()
         assert cache.state is CacheState.TAINTED

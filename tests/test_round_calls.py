@@ -62,11 +62,11 @@ def test_a_round_copies_nothing_and_ends_with_one_launch_for_all_rings_and_one_a
     with Round(player.cache, player.e, width=WIDTH) as r:
         assert standin.trace() == []  # a beginning asks for nothing
         lane.run(player.cache)
-        assert {call.name for call in standin.trace()} <= {"cuLaunchKernel", "cuMemAllocAsync"}  # attention's scratch
+        assert {call.name for call in standin.trace()} <= {"cuLaunchKernelEx", "cuMemAllocAsync"}  # attention's scratch
         standin.clear_trace()
         end(player, r, name, count)
         assert [(call.name, call.stream) for call in standin.trace()] == [
-            ("cuLaunchKernel", player.e.stream.handle)
+            ("cuLaunchKernelEx", player.e.stream.handle)
         ] * len(ENDS[name][1])
         assert sorted(standin.launches()) == sorted(ENDS[name][1])
         standin.clear_trace()
@@ -109,7 +109,7 @@ def test_a_round_allocates_nothing_and_waits_for_nothing(player: Player, standin
                 r.commit(how)
             else:
                 r.commit_from_device(how)
-    assert {call.name for call in standin.trace()} == {"cuLaunchKernel"}
+    assert {call.name for call in standin.trace()} == {"cuLaunchKernelEx"}
 
 
 def test_settling_reads_counters_and_nothing_else(player: Player, standin: StandIn) -> None:
@@ -153,8 +153,8 @@ def test_an_end_that_fails_has_changed_nothing_or_tainted_the_cache(
             with Round(cache, e, width=WIDTH) as r:
                 player.run(draft(ROWS, ENDS[name][0]))
                 before = image(cache)
-                standin.fail("cuLaunchKernel", nth, CODE)
-                with pytest.raises(DriverError, match="cuLaunchKernel"):
+                standin.fail("cuLaunchKernelEx", nth, CODE)
+                with pytest.raises(DriverError, match="cuLaunchKernelEx"):
                     end(player, r, name, count)
                 assert standin.pending_failures() == 0
                 if nth == 1:
@@ -174,7 +174,7 @@ def test_an_end_that_failed_may_be_tried_again(player: Player, standin: StandIn)
     begin(player, 1)
     with Round(player.cache, player.e, width=WIDTH) as r:
         player.run(draft(ROWS, 2))
-        standin.fail("cuLaunchKernel", 1, CODE)
+        standin.fail("cuLaunchKernelEx", 1, CODE)
         with pytest.raises(DriverError):
             r.commit(2)
         r.commit(2)
@@ -191,7 +191,7 @@ def test_an_operation_that_fails_in_a_round_leaves_it_to_be_rejected(player: Pla
         launches = len(standin.launches())
     player.check()
     for nth in range(1, launches + 1):
-        standin.fail("cuLaunchKernel", nth, CODE)
+        standin.fail("cuLaunchKernelEx", nth, CODE)
         with pytest.raises(DriverError), Round(player.cache, player.e, width=WIDTH):
             lane.run(player.cache)
         assert standin.pending_failures() == 0
@@ -207,7 +207,7 @@ def test_a_reject_that_fails_on_leaving_is_raised_and_the_round_can_still_be_rej
     def leave() -> None:
         with r:
             player.run(draft(ROWS, 1))
-            standin.fail("cuLaunchKernel", 1, CODE)
+            standin.fail("cuLaunchKernelEx", 1, CODE)
 
     with pytest.raises(DriverError):
         leave()

@@ -127,7 +127,7 @@ def test_two_devices_are_known_too(make_dev: MakeDev, standin: StandIn) -> None:
         Feed(cache).step(1)
         known(devices[0], cache, snap)
         assert asked(standin, lambda: cache.rollback(devices[0], snap, 0)) == ["restore", "restore"]
-        standin.fail("cuLaunchKernel", 2, 719)
+        standin.fail("cuLaunchKernelEx", 2, 719)
         with pytest.raises(DriverError):
             cache.rollback(devices[0], snap, 0)
         assert cache.state is CacheState.TAINTED
@@ -222,12 +222,12 @@ def test_a_launch_that_fails_restores_nothing_and_an_interrupt_taints(
         Feed(cache).step(2)
         Feed(cache).step(2)
         before = image(cache)
-        standin.fail("cuLaunchKernel", 1, 719)
+        standin.fail("cuLaunchKernelEx", 1, 719)
         with pytest.raises(DriverError):
             cache.rollback(cuda, snap, 1)
         assert image(cache) == before
         with monkeypatch.context() as patch:
-            patch.setattr("cuda.bindings.driver.cuLaunchKernel", interrupt)
+            patch.setattr("cuda.bindings.driver.cuLaunchKernelEx", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 cache.rollback(cuda, snap, 0)
         assert cache.state is CacheState.TAINTED

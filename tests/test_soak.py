@@ -275,7 +275,7 @@ def test_ctrl_c_is_heard_wherever_the_wait_stands(monkeypatch: pytest.MonkeyPatc
 def test_a_device_that_is_lost_ends_it(standin: StandIn, soaking: Any) -> None:
     soak = soaking()
     assert soak.program(0) == []
-    standin.break_behind("cuLaunchKernel", 50)
+    standin.break_behind("cuLaunchKernelEx", 50)
     found = list(soak.run(30))
     assert "719" in found[0].what
     assert soak.report.ended.startswith("the device is of no use any more: ")

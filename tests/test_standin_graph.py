@@ -45,7 +45,8 @@ def add_one(context: StandIn, stream: int) -> Iterator[AddOne]:
         cells = ctypes.c_uint64(ptr), ctypes.c_int(n)
         params = (PTR * 2)(*(ctypes.addressof(cell) for cell in cells))
         kernel = driver.library_get_kernel(library, name)
-        driver.launch_kernel(kernel, (1, 1, 1), (N, 1, 1), 0, stream, ctypes.addressof(params), name)
+        config = driver.launch_config((1, 1, 1), (N, 1, 1), 0, stream)
+        driver.launch_kernel(kernel, config, ctypes.addressof(params), name)
         for cell in cells:  # what a capture kept must not depend on these
             cell.value = 0
 
@@ -281,7 +282,7 @@ def test_the_trace_tells_captured_calls_launches_and_nodes_apart(
     recorded = context.trace()
     assert [(c.name, c.captured) for c in recorded] == [
         ("cuStreamBeginCapture", False),
-        ("cuLaunchKernel", True),
+        ("cuLaunchKernelEx", True),
         ("cuMemsetD8Async", True),
         ("cuMemcpyDtoDAsync", True),
         ("cuStreamEndCapture", False),
@@ -295,7 +296,7 @@ def test_the_trace_tells_captured_calls_launches_and_nodes_apart(
     assert (launch.name, launch.src, launch.stream, launch.code) == ("cuGraphLaunch", graph, made.dst, 0)
     seen = [(c.name, c.node, c.kernel, c.stream, c.dst, c.src, c.bytes, c.grid, c.device, c.code) for c in nodes]
     assert seen == [
-        ("node", "cuLaunchKernel", "add_one", other, 0, 0, 0, (1, 1, 1), 0, 0),
+        ("node", "cuLaunchKernelEx", "add_one", other, 0, 0, 0, (1, 1, 1), 0, 0),
         ("node", "cuMemsetD8Async", "", other, x, 5, 16, (0, 0, 0), 0, 0),
         ("node", "cuMemcpyDtoDAsync", "", other, y, x, 16, (0, 0, 0), 0, 0),
     ]

@@ -187,11 +187,9 @@ class Bench:
             args = np.array([self.numbers.ptr, self.numbers.nbytes // 16, self.room.ptr], np.uint64)
             params = np.array([args.ctypes.data + 8 * i for i in range(3)], np.uint64)
             grid = (8 * context.attribute("MULTIPROCESSOR_COUNT"), 1, 1)
-
-            def enqueue() -> None:
-                driver.launch_kernel(kernel, grid, (256, 1, 1), 0, self.e.stream.handle, params.ctypes.data, "read")
-
-            return float(self.numbers.nbytes / self.device_seconds(enqueue, 1))
+            config = driver.launch_config(grid, (256, 1, 1), 0, self.e.stream.handle)
+            read = driver.launcher(kernel, config, params.ctypes.data, "read")
+            return float(self.numbers.nbytes / self.device_seconds(read, 1))
         except MemraError:
             return None
         finally:
