@@ -39,7 +39,7 @@ RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
     ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
 )
-# Of tests/test_*.py, groups that share processes: in how many parts under memcheck, under racecheck, under the other two.
+# Groups of tests/test_*.py that share processes: in how many parts under memcheck, under racecheck, under the others.
 # The operations run through C under memcheck alone: the other tools watch kernels, the same whoever launches them.
 SANITIZED = {
     ("round", "rollback"): (4, 2, 1),
