@@ -118,21 +118,20 @@ struct View {
 };
 
 // The stages of a task, in order: the groups of its piece ascending, of each its tiles ascending, of a tile the stages that
-// hold a key that a column sees.
+// hold a key that a column sees. A stage is named by its first key.
+template <int COUNT>  // groups of a piece
 struct Walk {
-    int tile, part;     // part: stage of the tile
-    bool starts;        // the first stage of its group
-    int begin, groups;  // the group's first tile; groups to go, this one among them
-    int first_tile, first_part, last_tile, last_part, parts;
-    __device__ bool more() const { return groups > 0; }
-    __device__ int first_token(int tokens) const { return tile * TILE + part * tokens; }
-    __device__ void next() {
+    unsigned token, last;  // the stage, and the last key that a column sees
+    bool starts;           // the first stage of its group
+    int begin, groups;     // the group's first tile; groups to go, this one among them
+    int first_tile;
+    unsigned first_token;  // the first stage of that tile which has a key
+    __device__ bool more() const { return COUNT == 1 ? token <= last : groups > 0; }
+    __device__ void next(int tokens) {
         starts = false;
-        if (++part == parts) {
-            part = 0;
-            tile += GROUPS;
-        }
-        if (tile < last_tile || (tile == last_tile && part <= last_part)) return;
+        token += (unsigned)tokens;
+        if (tokens == TILE || token % TILE == 0) token += TILE * (GROUPS - 1);
+        if (COUNT == 1 || token <= last) return;
         begin++;
         groups--;
         enter();
@@ -140,26 +139,25 @@ struct Walk {
     // To the group that begins at tile `begin`; where that has no key, to the next one that has.
     __device__ void enter() {
         const int around = first_tile + GROUPS - begin;  // groups from this one to that of the first tile
-        if (around == 0 || begin > last_tile) {
+        if (COUNT > 1 && (around == 0 || (unsigned)begin * TILE > last)) {
             begin = first_tile;
             groups -= around;
         }
-        tile = begin;
-        part = begin == first_tile ? first_part : 0;
+        token = begin == first_tile ? first_token : (unsigned)begin * TILE;
         starts = true;
     }
 };
 
-// Of `groups` groups from `group` on: from the first key of the first row to the last key of the last one; both below 2^31.
-static __device__ Walk walk_of(int group, int groups, int first, int last, int tokens) {
-    Walk walk;
-    walk.groups = groups;
-    walk.parts = TILE / tokens;
+// Of the piece `piece`: from the first key of the first row to the last key of the last one; both below 2^31.
+template <int COUNT>
+static __device__ Walk<COUNT> walk_of(int piece, int first, int last, int tokens) {
+    Walk<COUNT> walk;
+    walk.groups = COUNT;
+    walk.last = (unsigned)last;
     walk.first_tile = first / TILE;
-    walk.first_part = first % TILE / tokens;
-    walk.last_tile = last / TILE;
-    walk.last_part = last % TILE / tokens;
-    walk.begin = walk.first_tile + (group + GROUPS - walk.first_tile % GROUPS) % GROUPS;
+    walk.first_token = (unsigned)first & -(unsigned)tokens;
+    const int after = piece * COUNT - walk.first_tile % GROUPS;  // tiles from the first one to the group's
+    walk.begin = walk.first_tile + after + (after < 0 ? GROUPS : 0);
     walk.enter();
     return walk;
 }

@@ -64,9 +64,10 @@ struct Sums {
 };
 
 // A warp's way through the stages of a task, and what it leaves in part.
-template <int WORDS, int NT, int SLABS, bool FIXED>
-static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, const Launch& launch, const Task& task,
-                                               const View& view, Walk next, Turn& k_turn, Turn& v_turn) {
+template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
+static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, const Launch<PIECES>& launch, const Task& task,
+                                               const View& view, typename Launch<PIECES>::Stages next, Turn& k_turn,
+                                               Turn& v_turn) {
     constexpr int HELD = FIXED && NT == 1 ? 8 : 1;  // fragments of a query that a lane keeps
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int team_warps = b.team_warps(), threads = 32 * team_warps;
@@ -103,6 +104,23 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     float* const most = (float*)(bytes + b.most) + head * team_warps * 8 * NT;
     float* const weight_sums = (float*)(bytes + b.sum) + head * team_warps * 8 * NT;
 
+    // Where the lane's sums go: found while nobody waits for it, where there are registers to keep it.
+    constexpr bool EARLY = PIECES == GROUPS && FIXED && NT == 1;
+    float* to[NT][2];
+    const auto find_places = [&] {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int column = 8 * n + 2 * t + i, row = view.row(column);
+                const int of_head = view.first_column + column - row * view.gqa;
+                to[n][i] = launch.sums(b, task, row, head * view.gqa + of_head) + lane_dim;
+                if (EARLY) to[n][i] = memra_settled(to[n][i]);
+            }
+        }
+    };
+    if (EARLY) find_places();
+
     Sums<WORDS, NT> group, all;  // of the group that the warp is in, and, where it folds, of those before
     float sum[NT] = {}, score[SLABS][NT][4];  // sum: of column 8n + g, over the lane's keys
     group.clear();
@@ -111,8 +129,8 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     bool scored_one = false;
     for (int set = other;; set = other - set) {
         // The scores of the next stage. Of a group's first one the team agrees on a reference, before they weigh anything.
-        const bool more = next.more(), starts = more && next.starts;
-        const int scored = k_turn.stage, scored_token = next.first_token(b.tokens);
+        const bool more = next.more(), starts = more && (PIECES == FOLDS ? next.starts : !scored_one);
+        const int scored = k_turn.stage, scored_token = (int)next.token;
         uint2* const own_weights = weights + (other - set) + own_slab * NT * 32;
         bool raise = false;
         if (more) {
@@ -127,7 +145,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
             }
             memra_pipe_arrive(b.k.empty_pipe(bytes, scored));  // every lane for what it has read itself
             k_turn.next(b.k.stages);
-            next.next();
+            next.next(b.tokens);
         }
         // The values of the stage before.
         if (scored_one) {
@@ -177,12 +195,13 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
             memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));
             v_turn.next(b.v.stages);
         }
+        if (PIECES == GROUPS && !more) break;
         raise = memra_team_any(team, threads, raise);
         if (!more) break;
         if (starts) {
             // The sums of the group before, if there is one, go to the fold's; then the reference and the weights of this one.
             // No branch parts these, so that one's latencies are filled by the others.
-            if (NT == 1) {
+            if (PIECES == FOLDS) {
                 sum_weights<NT>(weight_sums, scorers, scored_one, group.weight);
                 all.fold(group);
                 group.clear();
@@ -191,8 +210,8 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 const float2 largest = largest_of<NT>(most, scorers, n);
-                raised(group.reference[n][0], largest.x);
-                raised(group.reference[n][1], largest.y);
+                group.reference[n][0] = first_reference(largest.x);
+                group.reference[n][1] = first_reference(largest.y);
             }
             if (scores) hand_over<NT, SLABS>(score, group.reference, own_weights);
             memra_team_sync(team, threads);
@@ -220,34 +239,43 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
         weighed_token = scored_token;
     }
 
-    if (!sums) return;  // of V
-    sum_weights<NT>(weight_sums, scorers, true, group.weight);
-    if (launch.pieces == FOLDS) {
+    if (PIECES == FOLDS) {
+        if (!sums) return;  // of V
+        sum_weights<NT>(weight_sums, scorers, true, group.weight);
         all.fold(group);
         group = all;
     }
+    if (!EARLY) find_places();
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int column = 8 * n + 2 * t + i, row = view.row(column);
-            if (column >= view.columns) continue;
-            const int of_head = view.first_column + column - row * view.gqa;
-            float* to = launch.sums(b, task, row, head * view.gqa + of_head);
+            if (!sums || 8 * n + 2 * t + i >= view.columns) continue;
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                const int d = lane_dim + w * step;
-                if (!FIXED && d >= b.head_dim_v) continue;
+                const int d = w * step;
+                if (!FIXED && lane_dim + d >= b.head_dim_v) continue;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int x = i + 2 * half;
-                    *(float4*)(to + d + half * apart) = make_float4(group.value[4 * w][n][x], group.value[4 * w + 1][n][x],
-                                                                    group.value[4 * w + 2][n][x], group.value[4 * w + 3][n][x]);
+                    *(float4*)(to[n][i] + d + half * apart) =
+                        make_float4(group.value[4 * w][n][x], group.value[4 * w + 1][n][x], group.value[4 * w + 2][n][x],
+                                    group.value[4 * w + 3][n][x]);
                 }
             }
-            if (member == 0 && g == 0) {
-                *(float2*)(to + b.head_dim_v) = make_float2(group.reference[n][i], group.weight[n][i]);
-            }
+        }
+    }
+    if (PIECES == GROUPS) {  // what the team's warps have left is waited for behind what needs nothing of it
+        memra_team_sync(team, threads);
+        if (member == 0) sum_weights<NT>(weight_sums, scorers, true, group.weight);
+    }
+    if (member != 0 || g != 0) return;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (8 * n + 2 * t + i >= view.columns) continue;
+            *(float2*)(to[n][i] - lane_dim + b.head_dim_v) = make_float2(group.reference[n][i], group.weight[n][i]);
         }
     }
 }
@@ -265,10 +293,33 @@ static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes,
     }
 }
 
-template <int WORDS, int NT, int SLABS, bool FIXED>
-static __device__ __forceinline__ void attend(const Block& b, const Launch& launch, float scale) {
+// A team's queries for a task become fragments; `some` are those that the warp has loaded.
+template <int NT, int COLUMNS, int PIECES>
+static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, const Launch<PIECES>& launch, const Task& task,
+                                               const View& view, Queries<COLUMNS>& some, float scale) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, head = warp >> b.team_shift;
+    const int member = warp & (b.team_warps() - 1), width = COLUMNS * b.team_warps();
+    float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
+    some.store(b, bytes, view, member, scale);
+    for (int c = member + width; c < 8 * NT && c < view.columns; c += width) {
+        some.load(b, launch.queries(b, task.seq), view, c);
+        some.store(b, bytes, view, c, scale);
+    }
+    // Columns that nobody needs weigh nothing, whatever stands in their fragments.
+    if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
+    memra_team_sync(1 + head, 32 * b.team_warps());
+    if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(task, view)) {
+        launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
+    }
+}
+
+template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
+static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECES>& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
-    const int warp = threadIdx.x / 32;
+    constexpr bool SPLIT = NT > 1 || !FIXED || PIECES == FOLDS;  // of registers; else 168 do
+    constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;         // a task's queries, while the one before is worked on
+    constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
+    const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
@@ -282,19 +333,28 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
         memra_pipe_init_done();
     }
     memra_begin();
-    Tasks tasks(launch);  // asks for positions, what all else waits for
+    // What all else waits for is asked for first: positions, and queries before a position is known.
+    Tasks<PIECES> tasks(launch);
+    const Task guess = {launch.first_seq(), 0, 0, 0};
+    Queries<COLUMNS> some;
+    const auto load_guess = [&] {
+        if (PIECES == GROUPS || guess.seq < launch.n_seqs) {
+            some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
+        }
+    };
+    if (!SPLIT && warp < computing) load_guess();
     __syncthreads();
 
     Turn k_turn = {0, 0, true}, v_turn = k_turn;
     if (warp >= TEAM_WARPS) {
-        memra_give_registers<BRING_REGISTERS>();
+        if (SPLIT) memra_give_registers<BRING_REGISTERS>();
         while (tasks.next(b, launch)) {
             if (threadIdx.x % 32 != 0) continue;
             const Task& task = tasks.task;
             const uint8_t *const k = launch.k_of(task.seq), *const v = launch.v_of(task.seq);
             const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
-            for (Walk walk = tasks.walk; walk.more(); walk.next()) {
-                const int first_token = walk.first_token(b.tokens);
+            for (auto walk = tasks.walk; walk.more(); walk.next(b.tokens)) {
+                const int first_token = (int)walk.token;
                 if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
                 bring(b.k, bytes, k_turn, k, c, first_token, b.tokens, tokens);
                 k_turn.next(b.k.stages);
@@ -304,64 +364,52 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch& laun
             }
         }
     } else {
-        memra_take_registers<COMPUTE_REGISTERS>();
+        if (SPLIT) memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
-        constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
-        constexpr bool AHEAD = NT * WORDS == 1;  // a task's, while the one before is worked on: there are registers
-        const int head = warp >> b.team_shift, member = warp & (b.team_warps() - 1), lane = threadIdx.x & 31;
-        float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
-        // The first queries are asked for before the position is known.
-        const Task guess = {launch.first_seq(), 0, 0, 0};
-        Queries<COLUMNS> some;
-        if (guess.seq < launch.n_seqs) some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
-        Task task = guess;
-        View view;
-        Walk walk;
-        for (bool busy = false;; busy = true) {
-            const bool more = tasks.next(b, launch);
-            const float* q = launch.queries(b, tasks.task.seq);
-            const bool loads = more && (busy || tasks.task.seq != guess.seq || tasks.task.first_column != 0);
-            if (AHEAD && loads) some.load(b, q, tasks.view, member);
-            if (busy) {
-                if (!AHEAD) some = Queries<COLUMNS>();  // which take no registers meanwhile
-                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, view, walk, k_turn, v_turn);
+        if (SPLIT) load_guess();
+        const auto guessed = [&] { return tasks.task.seq == guess.seq && tasks.task.first_column == 0; };
+        if constexpr (AHEAD) {
+            Task task;
+            View view;
+            typename Launch<PIECES>::Stages walk;
+            for (bool busy = false;; busy = true) {
+                const bool more = tasks.next(b, launch);
+                if (more && (busy || !guessed())) some.load(b, launch.queries(b, tasks.task.seq), tasks.view, member);
+                if (busy) compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, task, view, walk, k_turn, v_turn);
+                if (!more) break;
+                task = tasks.task;
+                view = tasks.view;
+                walk = tasks.walk;
+                prepare<NT>(b, bytes, launch, task, view, some, scale);
             }
-            if (!more) break;
-            task = tasks.task;
-            view = tasks.view;
-            walk = tasks.walk;
-            if (!AHEAD && loads) some.load(b, q, view, member);
-            some.store(b, bytes, view, member, scale);
-            for (int c = member + COLUMNS * b.team_warps(); c < 8 * NT && c < view.columns; c += COLUMNS * b.team_warps()) {
-                some.load(b, q, view, c);
-                some.store(b, bytes, view, c, scale);
-            }
-            // Columns that nobody needs weigh nothing, whatever stands in their fragments.
-            if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
-            memra_team_sync(1 + head, 32 * b.team_warps());
-            if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(task, view)) {
-                launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
+        } else {
+            for (bool busy = false; tasks.next(b, launch); busy = true) {
+                if (busy || !guessed()) some.load(b, launch.queries(b, tasks.task.seq), tasks.view, member);
+                prepare<NT>(b, bytes, launch, tasks.task, tasks.view, some, scale);
+                some = Queries<COLUMNS>();  // which take no registers from here on
+                compute<WORDS, NT, SLABS, FIXED>(b, bytes, launch, tasks.task, tasks.view, tasks.walk, k_turn, v_turn);
             }
         }
     }
 }
 
-#define ATTEND_ON(block, WORDS, NT, SLABS, FIXED)                                                                          \
-    const Launch launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv, window, layer, n_seqs,    \
-                           part, NT == 1 ? pieces : GROUPS, seqs, health};                                                  \
+#define ATTEND_ON(block, WORDS, NT, SLABS, FIXED, PIECES)                                                                  \
+    const Launch<PIECES> launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv,                   \
+                                   reciprocal_of(rows, n_head / block.n_head_kv), window, layer, n_seqs, part, seqs,       \
+                                   health};                                                                                \
     attend<WORDS, NT, SLABS, FIXED>(block, launch, scale)
-#define BODY(WORDS, NT)                                                                                                    \
+#define BODY(WORDS, NT, PIECES)                                                                                            \
     const Block block = block_of(NT, 1, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);   \
-    ATTEND_ON(block, WORDS, NT, 1, false)
-#define FIXED_BODY(N_HEAD_KV, HEAD_DIM, K_FORMAT, V_FORMAT, WORDS, NT, SLABS)                                              \
+    ATTEND_ON(block, WORDS, NT, 1, false, PIECES)
+#define FIXED_BODY(N_HEAD_KV, HEAD_DIM, K_FORMAT, V_FORMAT, WORDS, NT, SLABS, PIECES)                                      \
     constexpr Block block = block_of(NT, SLABS, N_HEAD_KV, HEAD_DIM, HEAD_DIM,                                             \
                                      N_HEAD_KV * HEAD_DIM / 32 * block_bytes_of(K_FORMAT),                                 \
                                      N_HEAD_KV * HEAD_DIM / 32 * block_bytes_of(V_FORMAT), K_FORMAT, V_FORMAT);            \
     static_assert(block.k.stages > 1 && block.v.stages > 1, "too few stages");                                             \
-    ATTEND_ON(block, WORDS, NT, SLABS, true)
+    ATTEND_ON(block, WORDS, NT, SLABS, true, PIECES)
 #else  // a GPU that never runs these
-#define BODY(WORDS, NT) ((void)0)
-#define FIXED_BODY(N_HEAD_KV, HEAD_DIM, K_FORMAT, V_FORMAT, WORDS, NT, SLABS) ((void)0)
+#define BODY(WORDS, NT, PIECES) ((void)0)
+#define FIXED_BODY(N_HEAD_KV, HEAD_DIM, K_FORMAT, V_FORMAT, WORDS, NT, SLABS, PIECES) ((void)0)
 #endif
 
 #define ATTEND_ENTRY(name, body)                                                                                           \

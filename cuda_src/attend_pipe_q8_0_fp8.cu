@@ -1,14 +1,17 @@
 // attend_pipe_q8_0_fp8: attend for GPUs that copy in bulk, K in q8_0 and V in fp8, for geometries of many models.
 #include "attend_pipe_block.cuh"
 
-// H: K/V heads. D: dims of a head. WORDS: dims of V that a warp sums up / 64. NT: columns / 8.
-#define ATTEND(name, H, D, WORDS, NT, SLABS) \
-    ATTEND_ENTRY(name, FIXED_BODY(H, D, MEMRA_Q8_0, MEMRA_FP8, WORDS, NT, SLABS))
-ATTEND(attend_pipe_q8_0_fp8_2x256_8, 2, 256, 1, 1, 1)
-ATTEND(attend_pipe_q8_0_fp8_2x256_16, 2, 256, 1, 2, 1)
-ATTEND(attend_pipe_q8_0_fp8_2x256_32, 2, 256, 1, 4, 1)
-ATTEND(attend_pipe_q8_0_fp8_4x256_8, 4, 256, 2, 1, 1)
-ATTEND(attend_pipe_q8_0_fp8_4x256_16, 4, 256, 2, 2, 1)
-ATTEND(attend_pipe_q8_0_fp8_8x128_8, 8, 128, 2, 1, 2)
-ATTEND(attend_pipe_q8_0_fp8_8x128_16, 8, 128, 2, 2, 2)
-ATTEND(attend_pipe_q8_0_fp8_4x256_24, 4, 256, 2, 3, 1)
+// H: K/V heads. D: dims of a head. WORDS: dims of V that a warp sums up / 64. NT: columns / 8. PIECES: of a launch.
+#define ATTEND(name, H, D, WORDS, NT, SLABS, PIECES) \
+    ATTEND_ENTRY(name, FIXED_BODY(H, D, MEMRA_Q8_0, MEMRA_FP8, WORDS, NT, SLABS, PIECES))
+ATTEND(attend_pipe_q8_0_fp8_2x256_8, 2, 256, 1, 1, 1, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_2x256_16, 2, 256, 1, 2, 1, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_2x256_32, 2, 256, 1, 4, 1, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_4x256_8, 4, 256, 2, 1, 1, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_4x256_16, 4, 256, 2, 2, 1, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_8x128_8, 8, 128, 2, 1, 2, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_8x128_16, 8, 128, 2, 2, 2, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_4x256_24, 4, 256, 2, 3, 1, GROUPS)
+ATTEND(attend_pipe_q8_0_fp8_2x256_8_folds, 2, 256, 1, 1, 1, FOLDS)
+ATTEND(attend_pipe_q8_0_fp8_4x256_8_folds, 4, 256, 2, 1, 1, FOLDS)
+ATTEND(attend_pipe_q8_0_fp8_8x128_8_folds, 8, 128, 2, 1, 2, FOLDS)

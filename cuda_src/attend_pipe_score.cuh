@@ -122,6 +122,11 @@ static __device__ __forceinline__ float2 largest_of(const float* most, int score
     return largest;
 }
 
+// That of a group whose largest score is `most`: minus infinity where none is larger.
+static __device__ float first_reference(float most) {
+    return most > minus_infinity() ? __fsub_rn(ceilf(most), HEADROOM) : minus_infinity();
+}
+
 // Moves a reference where the largest score has passed it; what the sums are worth then, 1 where it has not.
 static __device__ float raised(float& reference, float most) {
     if (!(most > __fadd_rn(reference, RAISE_AT))) return 1.0f;

@@ -13,21 +13,28 @@ static __device__ __noinline__ void report_apart(memra_health* health, int kind,
     memra_report(health, kind, layer, pos, 1);
 }
 
-// What a launch is about, as its entry got it.
+static __device__ unsigned reciprocal_of(int rows, int gqa) {
+    return rows == 1 ? 0 : (0x7FFFFFFFu + (unsigned)gqa) / (unsigned)gqa;
+}
+
+// What a launch is about, as its entry got it. PIECES of the keys: GROUPS, or FOLDS.
+template <int PIECES>
 struct Launch {
+    static constexpr int COUNT = GROUPS / PIECES;  // groups of a piece
+    typedef Walk<COUNT> Stages;
+
     const float* q;
     const uint8_t *k, *v;
     const int* pos_d;
     long long slot, max_ctx;
-    int rows, n_head, gqa, window, layer, n_seqs;
+    int rows, n_head, gqa;
+    unsigned reciprocal;  // see View
+    int window, layer, n_seqs;
     float* part;
-    int pieces;  // GROUPS, or FOLDS
     const memra_seq* seqs;
     memra_health* health;
 
-    __device__ int groups() const { return pieces == FOLDS ? FOLD : 1; }  // of a piece
-    __device__ int piece_of(unsigned number) const { return (int)(pieces == FOLDS ? number % FOLDS : number % GROUPS); }
-    __device__ int first_seq() const { return pieces == FOLDS ? (int)blockIdx.x / FOLDS : 0; }  // of a block
+    __device__ int first_seq() const { return COUNT == 1 ? 0 : (int)blockIdx.x / PIECES; }  // of a block
     __device__ int columns() const { return rows * gqa; }
     __device__ const uint8_t* k_of(int seq) const { return seqs ? (const uint8_t*)seqs[seq].k : k; }
     __device__ const uint8_t* v_of(int seq) const { return seqs ? (const uint8_t*)seqs[seq].v : v; }
@@ -40,8 +47,8 @@ struct Launch {
     }
     // Partial sums of a task's piece, for a query head of a row.
     __device__ float* sums(const Block& b, const Task& task, int row, int head) const {
-        const long long before = (long long)task.seq * rows * n_head + row * n_head + head;
-        return part + (before * pieces + task.piece) * (b.head_dim_v + TAIL);
+        const int before = (task.seq * rows + row) * n_head + head;  // of what memory holds: less than 2^31, of pieces too
+        return part + (long long)(before * PIECES + task.piece) * (b.head_dim_v + TAIL);
     }
     __device__ View view(const Task& task, int width) const {
         const int left = columns() - task.first_column;
@@ -49,77 +56,88 @@ struct Launch {
         view.pos = task.pos;
         view.window = window;
         view.gqa = gqa;
-        view.reciprocal = rows == 1 ? 0 : (0x7FFFFFFFu + (unsigned)gqa) / (unsigned)gqa;
+        view.reciprocal = reciprocal;
         view.first_column = task.first_column;
         view.columns = left < width ? left : width;
         return view;
     }
-    __device__ __forceinline__ Walk walk(const Block& b, const Task& task, const View& view) const {
-        return walk_of(task.piece * groups(), groups(), view.first(0), view.last(view.columns - 1), b.tokens);
+    __device__ __forceinline__ Stages walk(const Block& b, const Task& task, const View& view) const {
+        return walk_of<COUNT>(task.piece, view.first(0), view.last(view.columns - 1), b.tokens);
     }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
     __device__ bool reports(const Task& task, const View& view) const {
-        return view.first(0) / TILE % GROUPS / groups() == task.piece;
+        return view.first(0) / TILE % GROUPS / COUNT == task.piece;
     }
 };
 
 // The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
 // which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
 // A whole warp goes through them together.
+template <int PIECES>
 struct Tasks {
     Task task;        // that next() has found
     View view;        // and what its columns see, and its stages
-    Walk walk;
+    typename Launch<PIECES>::Stages walk;
 
-    __device__ __forceinline__ explicit Tasks(const Launch& launch)
-        : task{launch.first_seq() - launch.groups(), -1, launch.columns(), 0}, number(blockIdx.x - STEP), turn(-1), counter(0) {
+    __device__ __forceinline__ explicit Tasks(const Launch<PIECES>& launch)
+        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), (int)(blockIdx.x % PIECES) - STEP}, turn(-1), counter(0) {
         ask(launch, launch.first_seq());
     }
     // Whether there is one more that has keys.
-    __device__ __forceinline__ bool next(const Block& b, const Launch& launch) {
+    __device__ __forceinline__ bool next(const Block& b, const Launch<PIECES>& launch) {
         const int width = b.columns;
         for (;;) {
-            number += STEP;
-            task.piece = launch.piece_of(number);
+            task.piece += STEP;
+            if (task.piece >= PIECES) task.piece -= PIECES;
             task.first_column += width;
-            if (task.first_column >= launch.columns()) {
+            const bool other = task.first_column >= launch.columns();  // sequence
+            if (other) {
                 task.first_column = 0;
-                task.seq += launch.groups();
+                task.seq += launch.COUNT;
                 if (task.seq >= launch.n_seqs) return false;
                 if (++turn == 32) {
                     turn = 0;
                     ask(launch, task.seq);
                 }
+            }
+            view = launch.view(task, width);
+            if (other) {
                 const long long pos = counted ? counter : launch.slot;
                 const bool fits = pos >= 0 && pos + launch.rows <= tokens;
-                task.pos = __shfl_sync(MEMRA_ALL_LANES, fits ? (int)pos : -1, turn);
+                task.pos = fits ? (int)pos : -1;
+                if (launch.seqs) task.pos = __shfl_sync(MEMRA_ALL_LANES, task.pos, turn);
                 if (!fits && (int)threadIdx.x == turn && task.piece == 0) {
                     launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, pos);
                 }
             }
             if (task.pos < 0) continue;
-            view = launch.view(task, width);
+            view.pos = task.pos;
             walk = launch.walk(b, task, view);
             if (walk.more()) return true;
         }
     }
 
 private:
-    static constexpr unsigned STEP = 53;
-    unsigned number;  // its remainder is the piece: another one each time, so that short ones spread
+    static constexpr int STEP = 53 % PIECES;  // another piece each time, so that short ones spread
     // A table and a counter stand before a position, so each lane asks for that of one sequence; whose turn it is.
     int turn, counter;
     bool counted;
     long long tokens;
-    __device__ __forceinline__ void ask(const Launch& launch, int first_seq) {
-        const int seq = first_seq + (int)(threadIdx.x & 31) * launch.groups();
+    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, int first_seq) {
+        if (!launch.seqs) {  // all lanes for the one that there is
+            counted = launch.pos_d != nullptr;
+            if (counted) counter = *launch.pos_d;  // nobody waits for it here
+            tokens = launch.max_ctx;
+            return;
+        }
+        const int seq = first_seq + (int)(threadIdx.x & 31) * launch.COUNT;
         const int* pos_d = nullptr;
         tokens = -1;
         if (seq < launch.n_seqs) {
-            pos_d = launch.seqs ? (const int*)launch.seqs[seq].pos_d : launch.pos_d;
+            pos_d = (const int*)launch.seqs[seq].pos_d;
             tokens = launch.tokens_of(seq);
         }
         counted = pos_d != nullptr;
-        if (counted) counter = *pos_d;  // nobody waits for it here
+        if (counted) counter = *pos_d;
     }
 };

@@ -442,7 +442,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
  * + 4 * (2 * head_dim_k + 67 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
  * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane: attend_pipe_W_C, and
- * attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both sides.
+ * attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both sides. They are for 132 pieces; where C
+ * is 8, the same name with _folds is for 12.
  */
 MEMRA_API int memra_launch_append_kv(
     memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,

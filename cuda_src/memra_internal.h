@@ -125,7 +125,11 @@ int memra_cuda_status(const char *call, CUresult code);
 
 /* ---- Devices (memra_device.c) and kernels (memra_kernels.c) ---- */
 
-enum { MEMRA_FIXED_Q8 = 8, MEMRA_FIXED_FP8 = 7, MEMRA_FIXED = 3 * (MEMRA_FIXED_Q8 + MEMRA_FIXED_FP8) };  /* by K's format */
+enum {
+    MEMRA_FIXED_Q8 = 8, MEMRA_FIXED_FP8 = 7,  /* entries of attend_pipe for a pair of formats, by that of K, */
+    MEMRA_FOLDS = 3,                          /* and how many more for folds, as many as have 8 columns */
+    MEMRA_FIXED = 3 * (MEMRA_FIXED_Q8 + MEMRA_FIXED_FP8 + 2 * MEMRA_FOLDS)
+};
 enum memra_kernel {
     MEMRA_K_APPEND_KV, MEMRA_K_DEQUANT_KV, MEMRA_K_CONV_UPDATE, MEMRA_K_CONV_RING_REBUILD, MEMRA_K_GDN_PREP,
     MEMRA_K_GDN_SCAN, MEMRA_K_RECUR_STEP_32, MEMRA_K_RECUR_STEP_64, MEMRA_K_RECUR_STEP_128, MEMRA_K_RECUR_STEP_256,
@@ -135,7 +139,8 @@ enum memra_kernel {
     MEMRA_K_ATTEND_512, MEMRA_K_ATTEND_64_WIDE, MEMRA_K_ATTEND_128_WIDE, MEMRA_K_ATTEND_192_WIDE,
     MEMRA_K_ATTEND_256_WIDE, MEMRA_K_ATTEND_PIPE_64_8, MEMRA_K_ATTEND_PIPE_64_16, MEMRA_K_ATTEND_PIPE_64_32,
     MEMRA_K_ATTEND_PIPE_128_8, MEMRA_K_ATTEND_PIPE_128_16, MEMRA_K_ATTEND_PIPE_128_24, MEMRA_K_ATTEND_PIPE_256_8,
-    MEMRA_K_ATTEND_PIPE_FIXED,  /* the first of MEMRA_FIXED, of which memra_kernels.c has the order */
+    MEMRA_K_ATTEND_PIPE_FOLDS,  /* the first of MEMRA_FOLDS, */
+    MEMRA_K_ATTEND_PIPE_FIXED = MEMRA_K_ATTEND_PIPE_FOLDS + MEMRA_FOLDS,  /* and of MEMRA_FIXED: see memra_kernels.c */
     MEMRA_K_ATTEND_COMBINE = MEMRA_K_ATTEND_PIPE_FIXED + MEMRA_FIXED,
     MEMRA_N_KERNELS
 };

@@ -39,12 +39,15 @@ enum {
     PIPE_STAGE_BYTES = 70 << 10        /* of K and V at most, where a stage can be smaller */
 };
 
-/* Entries of attend_pipe for one pair of formats, by K/V heads, head dim and columns. */
-#define FIXED_FP8(pair) \
+/* Entries of attend_pipe for one pair of formats, by K/V heads, head dim and columns; behind them those for folds. */
+#define FIXED(pair) \
     "attend_pipe_" pair "_2x256_8", "attend_pipe_" pair "_2x256_16", "attend_pipe_" pair "_2x256_32", \
         "attend_pipe_" pair "_4x256_8", "attend_pipe_" pair "_4x256_16", "attend_pipe_" pair "_8x128_8", \
         "attend_pipe_" pair "_8x128_16"
-#define FIXED_Q8(pair) FIXED_FP8(pair), "attend_pipe_" pair "_4x256_24"
+#define FOLDED(pair) \
+    "attend_pipe_" pair "_2x256_8_folds", "attend_pipe_" pair "_4x256_8_folds", "attend_pipe_" pair "_8x128_8_folds"
+#define FIXED_FP8(pair) FIXED(pair), FOLDED(pair)
+#define FIXED_Q8(pair) FIXED(pair), "attend_pipe_" pair "_4x256_24", FOLDED(pair)
 
 const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "append_kv", "dequant_kv", "conv_update", "conv_ring_rebuild", "gdn_prep", "gdn_scan", "recur_step_32",
@@ -52,7 +55,8 @@ const char *const memra_kernel_names[MEMRA_N_KERNELS] = {
     "commit_counters", "advance_batch", "copy_many", "copy_rows", "attend_64", "attend_128", "attend_192", "attend_256",
     "attend_512", "attend_64_wide", "attend_128_wide", "attend_192_wide", "attend_256_wide",
     "attend_pipe_64_8", "attend_pipe_64_16", "attend_pipe_64_32", "attend_pipe_128_8", "attend_pipe_128_16",
-    "attend_pipe_128_24", "attend_pipe_256_8", FIXED_Q8("q8_0_q5_1"), FIXED_Q8("q8_0_q4_0"), FIXED_Q8("q8_0_fp8"),
+    "attend_pipe_128_24", "attend_pipe_256_8", "attend_pipe_64_8_folds", "attend_pipe_128_8_folds",
+    "attend_pipe_256_8_folds", FIXED_Q8("q8_0_q5_1"), FIXED_Q8("q8_0_q4_0"), FIXED_Q8("q8_0_fp8"),
     FIXED_FP8("fp8_q5_1"), FIXED_FP8("fp8_q4_0"), FIXED_FP8("fp8_fp8"), "attend_combine",
 };
 
@@ -357,7 +361,7 @@ static bool packed_in_lines(const geometry *g, int32_t format, int64_t head_dim,
 }
 
 /* The entry that was made for this geometry and pair of formats; MEMRA_N_KERNELS where none was. */
-static enum memra_kernel fixed_entry(const geometry *g, int64_t n_columns) {
+static enum memra_kernel fixed_entry(const geometry *g, int64_t n_columns, bool folds) {
     static const struct {
         int32_t n_head_kv, head_dim, columns;
     } entries[MEMRA_FIXED_Q8] = {{2, 256, 8}, {2, 256, 16}, {2, 256, 32}, {4, 256, 8},
@@ -366,15 +370,18 @@ static enum memra_kernel fixed_entry(const geometry *g, int64_t n_columns) {
     const int v = first_of_v[g->v_format], n = g->k_format == MEMRA_FP8 ? MEMRA_FIXED_FP8 : MEMRA_FIXED_Q8;
     if (g->head_dim_k != g->head_dim_v || v < 0 || (g->k_format != MEMRA_Q8_0 && g->k_format != MEMRA_FP8))
         return MEMRA_N_KERNELS;
-    const int before = g->k_format == MEMRA_FP8 ? 3 * MEMRA_FIXED_Q8 : 0;
-    int found = -1;
+    const int before = g->k_format == MEMRA_FP8 ? 3 * (MEMRA_FIXED_Q8 + MEMRA_FOLDS) : 0;
+    int found = -1, narrow = 0; /* narrow: entries of 8 columns before the one that is found */
     for (int e = 0; e < n && (found < 0 || entries[found].columns < n_columns); e++)
         if (entries[e].n_head_kv == g->n_head_kv && entries[e].head_dim == g->head_dim_k) found = e;
-    return found < 0 ? MEMRA_N_KERNELS : (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_FIXED + before + v * n + found);
+    if (found < 0) return MEMRA_N_KERNELS;
+    for (int e = 0; e < found; e++) narrow += entries[e].columns == 8;
+    const int of_pair = folds ? n + narrow : found;
+    return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_FIXED + before + v * (n + MEMRA_FOLDS) + of_pair);
 }
 
 /* The entry of attend_pipe; MEMRA_N_KERNELS where the portable path serves. */
-static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
+static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns, bool folds) {
     static const struct {
         int32_t width, columns; /* dims of V that a warp sums up, columns of a block */
     } entries[] = {{64, 8}, {64, 16}, {64, 32}, {128, 8}, {128, 16}, {128, 24}, {256, 8}};
@@ -382,7 +389,7 @@ static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
     if (g->n_head_kv > PIPE_WARPS || !packed_in_lines(g, g->k_format, g->head_dim_k, g->k_tok_bytes) ||
         !packed_in_lines(g, g->v_format, g->head_dim_v, g->v_tok_bytes) || !pipe_fits(g, 8))
         return MEMRA_N_KERNELS;
-    const enum memra_kernel fixed = fixed_entry(g, n_columns);
+    const enum memra_kernel fixed = fixed_entry(g, n_columns, folds);
     if (fixed != MEMRA_N_KERNELS) return fixed;
     size_t e = 0;
     while (e < n_entries && entries[e].width * team_warps_of(g) < g->head_dim_v) e++;
@@ -390,7 +397,10 @@ static enum memra_kernel pipe_entry(const geometry *g, int64_t n_columns) {
     while (entries[e].columns < n_columns && e + 1 < n_entries && entries[e + 1].width == entries[e].width &&
            pipe_fits(g, entries[e + 1].columns))
         e++;
-    return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_64_8 + (int)e);
+    if (!folds) return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_64_8 + (int)e);
+    int narrow = 0;
+    for (size_t i = 0; i < e; i++) narrow += entries[i].columns == 8;
+    return (enum memra_kernel)((int)MEMRA_K_ATTEND_PIPE_FOLDS + narrow);
 }
 
 int32_t memra_attend_pieces(int32_t n_seqs, int64_t columns) {
@@ -430,7 +440,9 @@ int memra_launch_attend(
         return memra_fail(MEMRA_ERR_CONFIG, "attend: folds of %" PRId64 " columns; at most %d", n_columns,
                           ATTEND_FOLD_COLUMNS);
     const geometry g = {n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format};
-    const enum memra_kernel pipe = device && device->arch == PIPE_ARCH ? pipe_entry(&g, n_columns) : MEMRA_N_KERNELS;
+    const enum memra_kernel pipe = device && device->arch == PIPE_ARCH
+                                       ? pipe_entry(&g, n_columns, pieces == ATTEND_FOLDS)
+                                       : MEMRA_N_KERNELS;
     if (pipe != MEMRA_N_KERNELS) {
         const int64_t all = times(n_seqs, n_columns), blocks = all > 0 ? ATTEND_GROUPS : all;
         const launch_shape persistent = {blocks, 32 * (PIPE_WARPS + PIPE_BRINGERS), 1, PIPE_SHARED_BYTES, 0, 0};

@@ -79,6 +79,18 @@ __device__ inline void memra_pipe_fence() {
 #endif
 }
 
+// A pointer to global memory that is worked out here, not where it is used.
+template <class T>
+__device__ inline T* memra_settled(T* pointer) {
+#if MEMRA_PTX
+    size_t address = __cvta_generic_to_global(pointer);
+    asm volatile("" : "+l"(address));
+    return (T*)__cvta_global_to_generic(address);
+#else
+    return pointer;
+#endif
+}
+
 // Four warps that begin at a multiple of four give registers away, or wait for such and take them: N of a thread from now
 // on, a multiple of 8. Compilers for a plain sm_90 know no such thing, and all keep what they have.
 template <int N>

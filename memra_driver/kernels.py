@@ -12,7 +12,7 @@ record of its cache (`health`, may be null) and the layer that it works for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,18 +56,26 @@ ATTEND_PARAMS = (
 
 # The path of attention for GPUs that copy in bulk, nvrtc.PIPE_ARCH: entries attend_pipe_W_C for any geometry, by the
 # dims of V that a warp sums up and the columns of a block; and attend_pipe_K_V_HxD_C for formats K and V, H K/V heads
-# and D dims of a head. Queries of fp8 have no room for the last (H, D, C).
+# and D dims of a head. Queries of fp8 have no room for the last (H, D, C). Those of as many columns as are folded leave
+# partial sums of groups; the same name with _folds is the entry that leaves folds.
 _BLOCK_BYTES = {fmt.code: fmt.block_bytes for fmt in FORMATS.values()}
 _NAMES = {fmt.code: name for name, fmt in FORMATS.items()}
 PIPE_COLUMNS = {64: (8, 16, 32), 128: (8, 16, 24), 256: (8,)}
 _FIXED = ((2, 256, 8), (2, 256, 16), (2, 256, 32), (4, 256, 8), (4, 256, 16), (8, 128, 8), (8, 128, 16), (4, 256, 24))
 PIPE_FIXED = {"q8_0": _FIXED, "fp8": _FIXED[:-1]}
-_SOURCES = {f"attend_pipe_{width}_{c}": "attend_pipe.cu" for width, all_ in PIPE_COLUMNS.items() for c in all_}
-_SOURCES |= {
-    f"attend_pipe_{k}_{v}_{heads}x{dim}_{c}": f"attend_pipe_{k}_{v}.cu"
+
+
+def _with_folds(entries: Sequence[str]) -> list[str]:
+    return [*entries, *(f"{name}_folds" for name in entries if name.endswith(f"_{ATTEND_FOLD_COLUMNS}"))]
+
+
+_SOURCES = dict.fromkeys(
+    _with_folds([f"attend_pipe_{width}_{c}" for width, all_ in PIPE_COLUMNS.items() for c in all_]), "attend_pipe.cu"
+) | {
+    name: f"attend_pipe_{k}_{v}.cu"
     for k in K_FORMATS
     for v in V_FORMATS
-    for heads, dim, c in PIPE_FIXED[k]
+    for name in _with_folds([f"attend_pipe_{k}_{v}_{heads}x{dim}_{c}" for heads, dim, c in PIPE_FIXED[k]])
 }
 PIPE_ENTRIES = tuple(_SOURCES)
 ATTEND_ENTRIES = (*ATTEND_COLUMNS, *PIPE_ENTRIES)
@@ -358,8 +366,8 @@ class AttendGeometry(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
-    """The entry of attend for an arch, a geometry, and a number of columns (rows * query heads per K/V head)."""
+def attend_kernel(arch: str, geometry: AttendGeometry, columns: int, pieces: int) -> str:
+    """The entry of attend for an arch, a geometry, columns (rows * query heads per K/V head), and `attend_pieces`."""
     width = geometry.pipe_width if arch == nvrtc.PIPE_ARCH else None
     if width is not None:
         k, v = (_NAMES[code] for code in (geometry.k_format, geometry.v_format))
@@ -369,7 +377,8 @@ def attend_kernel(arch: str, geometry: AttendGeometry, columns: int) -> str:
         if not fit or geometry.head_dim_v != geometry.head_dim_k:
             fit = [c for c in PIPE_COLUMNS[width] if geometry.pipe_fits(c)]
             name = f"attend_pipe_{width}"
-        return f"{name}_{next((c for c in fit if c >= columns), fit[-1])}"
+        entry = f"{name}_{next((c for c in fit if c >= columns), fit[-1])}"
+        return f"{entry}_folds" if pieces == ATTEND_FOLDS else entry
     width = next(width for width in ATTEND_WIDTHS if geometry.head_dim_v <= width)
     narrow, wide = f"attend_{width}", f"attend_{width}_wide"
     shared_bytes = attend_shared_bytes(32, geometry.head_dim_k, geometry.head_dim_v)

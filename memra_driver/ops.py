@@ -335,7 +335,7 @@ def attend(
         part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, pieces, at.seqs, at.n_seqs, at.health,
         il,
     )  # fmt: skip
-    launches = [(attend_kernel(e.arch, geometry, rows * gqa), sums), ("attend_combine", combined)]
+    launches = [(attend_kernel(e.arch, geometry, rows * gqa, pieces), sums), ("attend_combine", combined)]
     for name, args in launches:
         e.launch(name, *args)
     prepare(e, cache, il, key, (q, out), source, None, rows, launches, (scale, window))

@@ -109,7 +109,8 @@ def attend_args(
 
 def entry_of(dev: Any, args: dict[str, Any]) -> str:
     """The entry that an engine would launch on a device."""
-    return attend_kernel(dev.arch, AttendGeometry.of(args), args["rows"] * (args["n_head"] // args["n_head_kv"]))
+    columns = args["rows"] * (args["n_head"] // args["n_head_kv"])
+    return attend_kernel(dev.arch, AttendGeometry.of(args), columns, args["pieces"])
 
 
 COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "pieces", "seqs", "n_seqs", "layer")

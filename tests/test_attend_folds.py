@@ -55,7 +55,7 @@ def members(
 def in_batch(dev: Any, sequences: list[dict[str, Any]]) -> list[SimpleNamespace]:
     """out (rows, n_head, head_dim_v) and health of each, in one launch that folds."""
     folded = [in_folds(args) for args in sequences]
-    parts = run_batch(dev, entry_of(dev, sequences[0]), folded)
+    parts = run_batch(dev, entry_of(dev, folded[0]), folded)
     outs = run_batch(dev, "attend_combine", [combine_args(a, part) for a, part in zip(folded, parts, strict=True)])
     shape = tuple(sequences[0][name] for name in ("rows", "n_head", "head_dim_v"))
     return [SimpleNamespace(out=each.out.reshape(shape), health=each.health) for each in outs]

@@ -31,7 +31,15 @@ from kernel_runs import run, run_batch
 
 from memra_driver.check.args import LAYER, PAIRS, Dims, Pair
 from memra_driver.health import Fault, FaultCount
-from memra_driver.kernels import KERNELS, PIPE_COLUMNS, AttendGeometry, attend_kernel
+from memra_driver.kernels import (
+    ATTEND_FOLD_COLUMNS,
+    ATTEND_FOLDS,
+    ATTEND_GROUPS,
+    KERNELS,
+    PIPE_COLUMNS,
+    AttendGeometry,
+    attend_kernel,
+)
 from memra_driver.memory import CudaSlice
 from memra_driver.nvrtc import PIPE_ARCH
 
@@ -186,12 +194,15 @@ def test_the_path_follows_from_the_geometry_alone() -> None:
         for dim in (64, 96, 128, 192, 256, 512):
             tok_bytes = n_head_kv * dim // 32
             geometry = AttendGeometry(n_head_kv, dim, dim, 34 * tok_bytes, 24 * tok_bytes, 0, 1)
-            paths = {attend_kernel(PIPE_ARCH, geometry, columns).startswith("attend_pipe") for columns in range(1, 257)}
+            launches = [(columns, ATTEND_GROUPS) for columns in range(1, 257)]
+            launches += [(columns, ATTEND_FOLDS) for columns in range(1, ATTEND_FOLD_COLUMNS + 1)]
+            paths = {attend_kernel(PIPE_ARCH, geometry, *launch).startswith("attend_pipe") for launch in launches}
             assert len(paths) == 1
             served += paths == {True}
-            assert not attend_kernel("sm_80", geometry, 8).startswith("attend_pipe")
             padded = geometry._replace(k_tok_bytes=geometry.k_tok_bytes + 16)
-            assert not attend_kernel(PIPE_ARCH, padded, 8).startswith("attend_pipe")
+            for launch in launches:
+                assert not attend_kernel("sm_80", geometry, *launch).startswith("attend_pipe")
+                assert not attend_kernel(PIPE_ARCH, padded, *launch).startswith("attend_pipe")
     assert served > 15
 
 

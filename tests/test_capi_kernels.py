@@ -33,6 +33,7 @@ from memra_driver.formats import FORMATS
 from memra_driver.kernels import (
     ATTEND_COLUMNS,
     ATTEND_ENTRIES,
+    ATTEND_FOLD_COLUMNS,
     KERNELS,
     PIPE_ENTRIES,
     PIPE_FIXED,
@@ -109,7 +110,7 @@ def packed(random_: random.Random) -> dict[str, Any]:
     """A geometry of which most are served by attend_pipe: packed tokens of any two formats."""
     heads, dims = random_.randint(1, 9), [random_.choice([64, 96, 128, 192, 256, 512]) for _ in "kv"]
     formats = [FORMATS[random_.choice(names)] for names in (("q8_0", "fp8"), ("q5_1", "q4_0", "fp8"))]
-    found: dict[str, Any] = {"n_head_kv": heads, "n_head": heads * random_.randint(1, 16)}
+    found: dict[str, Any] = {"n_head_kv": heads, "n_head": heads * random_.choice([1, random_.randint(1, 16)])}
     found["rows"] = random_.randint(1, 6)
     for name, dim, fmt in zip("kv", dims, formats, strict=True):
         more = random_.choice([0, 0, 0, 16])
@@ -135,16 +136,22 @@ def test_a_launch_has_the_shape_and_the_parameters_of_the_table(
     random_ = random.Random(name)
     seen = set()
     attends = {"attend": ATTEND_COLUMNS, "attend_pipe": PIPE_ENTRIES}.get(name)
-    fixed = [made_for(k, v, *shape) for k, v in PAIRS for shape in PIPE_FIXED[k]] if name == "attend_pipe" else []
-    for number in range(20 if attends is None else 200 + len(fixed)):
+    fixed: list[dict[str, Any]] = []
+    if name == "attend_pipe":
+        made = [made_for(k, v, *shape) for k, v in PAIRS for shape in PIPE_FIXED[k]]
+        narrow = [args for args in made if args["n_head"] // args["n_head_kv"] <= ATTEND_FOLD_COLUMNS]
+        fixed = [args | {"pieces": ATTEND_GROUPS} for args in made]
+        fixed += [args | {"pieces": ATTEND_FOLDS} for args in narrow]
+    for number in range(20 if attends is None else 300 + len(fixed)):
         args = some_arguments(random_, name if attends is None else "attend_64")
         entry = name
         if attends is not None:
             if name == "attend_pipe":
                 args |= fixed[number] if number < len(fixed) else packed(random_)
             columns = args["rows"] * (args["n_head"] // args["n_head_kv"])
-            entry = attend_kernel("sm_90", AttendGeometry.of(args), columns)
-            args["pieces"] = attend_pieces(random_.choice([1, 256]), columns)
+            if number >= len(fixed):
+                args["pieces"] = attend_pieces(random_.choice([1, 256]), columns)
+            entry = attend_kernel("sm_90", AttendGeometry.of(args), columns, args["pieces"])
         standin.clear_trace()
         e.launch(entry, *args.values())
         (call,) = standin.calls("cuLaunchKernelEx")

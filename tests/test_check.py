@@ -110,7 +110,7 @@ def small_cases() -> list[Case]:
 
 def family(name: str) -> str:
     """"attend", "attend_pipe", "recur_step": all entries of it."""
-    return re.sub(r"(_(\d+|q8_0|q5_1|q4_0|fp8|\d+x\d+))+(_wide)?$", "", name)
+    return re.sub(r"(_(\d+|q8_0|q5_1|q4_0|fp8|\d+x\d+))+(_wide|_folds)?$", "", name)
 
 
 def of(kernel: str, cases: list[Case]) -> Iterator[Case]:

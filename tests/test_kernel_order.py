@@ -19,6 +19,7 @@ from memra_driver.check.args import (
     commit_args,
     conv_args,
     dequant_args,
+    in_folds,
     partial_sums,
     prep_args,
     rebuild_args,
@@ -43,7 +44,7 @@ def _recur_args(rng: np.random.Generator, size: int) -> dict[str, Any]:
 def _attend_args(rng: np.random.Generator, name: str) -> dict[str, Any]:
     """Of an entry of attend; an entry made for one geometry gets that one."""
     shape: dict[str, Any] = {"heads": (6, 2), "dims": (64, 64), "formats": ("q8_0", "fp8")}
-    fixed = re.fullmatch(r"attend_pipe_(q8_0|fp8)_(\w+)_(\d)x(\d+)_\d+", name)
+    fixed = re.fullmatch(r"attend_pipe_(q8_0|fp8)_(\w+)_(\d)x(\d+)_\d+(?:_folds)?", name)
     if fixed:
         heads_kv, dim = int(fixed[3]), int(fixed[4])
         shape = {"heads": (3 * heads_kv, heads_kv), "dims": (dim, dim), "formats": (fixed[1], fixed[2])}
@@ -52,7 +53,9 @@ def _attend_args(rng: np.random.Generator, name: str) -> dict[str, Any]:
         shape = {"heads": (3 * heads_kv, heads_kv), "dims": dims, "formats": ("fp8", "q5_1")}
     else:
         shape["dims"] = (64, int(name.split("_")[1]))
-    args = attend_args(rng, 3, 63, window=40, **shape)
+    folds = name.endswith("_folds")
+    args = attend_args(rng, 2 if folds else 3, 63, window=40, **shape)
+    args = in_folds(args) if folds else args
     args["q"][rng.integers(0, args["q"].size, 3)] = np.nan
     args["v"][rng.integers(0, args["v"].size, 9)] = 0x7F
     return args

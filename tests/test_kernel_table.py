@@ -157,7 +157,8 @@ def test_every_entry_of_attend_has_the_width_and_the_columns_of_its_name() -> No
 @pytest.mark.parametrize("head_dim_k", [64, 96, 128, 192, 256, 512])
 def test_every_pair_of_head_dims_has_an_entry_that_fits_into_shared_memory(head_dim_k: int, head_dim_v: int) -> None:
     for columns in (1, 8, 9, 256):
-        name = kernels.attend_kernel("sm_80", kernels.AttendGeometry(1, head_dim_k, head_dim_v, 0, 0, 0, 1), columns)
+        geometry = kernels.AttendGeometry(1, head_dim_k, head_dim_v, 0, 0, 0, 1)
+        name = kernels.attend_kernel("sm_80", geometry, columns, kernels.ATTEND_GROUPS)
         assert attend_shared_bytes(kernels.ATTEND_COLUMNS[name], head_dim_k, head_dim_v) <= kernels.ATTEND_SHARED_BYTES
         assert columns > 8 or not name.endswith("_wide")
 

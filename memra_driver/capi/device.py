@@ -205,7 +205,7 @@ class CDev(CudaDev):
         at = {parameter: value for (_, parameter), value in zip(kernel.params, args, strict=True)}
         if name in ATTEND_ENTRIES:
             columns = at["rows"] * (at["n_head"] // at["n_head_kv"])
-            chosen = attend_kernel(self.arch, AttendGeometry.of(at), columns)
+            chosen = attend_kernel(self.arch, AttendGeometry.of(at), columns, at["pieces"])
             if name != chosen:
                 raise UnsupportedError(f"the C library launches {chosen} for this attend, not {name}")
         if name.startswith("recur_step") and name != f"recur_step_{at['state_size']}":

@@ -130,7 +130,8 @@ def _served(e: Any, kernel: str, args: dict[str, Any]) -> str:
     """The kernel, or what takes its place on a device that it is not made for."""
     if KERNELS[kernel].arch in (None, e.arch):
         return kernel
-    return attend_kernel(e.arch, AttendGeometry.of(args), args["rows"] * (args["n_head"] // args["n_head_kv"]))
+    columns = args["rows"] * (args["n_head"] // args["n_head_kv"])
+    return attend_kernel(e.arch, AttendGeometry.of(args), columns, args["pieces"])
 
 
 def _address(slices: dict[str, Any], entry: int | str) -> int:

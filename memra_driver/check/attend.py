@@ -26,7 +26,7 @@ from memra_driver.check.args import (
     spoil,
 )
 from memra_driver.check.case import TOLERANCE, Case, batch, single
-from memra_driver.kernels import ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
+from memra_driver.kernels import ATTEND_FOLD_COLUMNS, ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.oracle_formats import encode
 from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_TAIL
@@ -80,7 +80,7 @@ def args_of(rng: Rng, a: Attend) -> Args:
 
 def attend_case(a: Attend, args: Args, **other: Any) -> Case:
     """Both kernels, one behind the other."""
-    kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), a.rows * a.gqa)
+    kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), a.rows * a.gqa, ATTEND_GROUPS)
     first = single(a.title, kernel, args | other)
     second = single("", "attend_combine", args | other)
     first.launches += second.launches
@@ -129,17 +129,26 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         where = f"pos_d {other['pos_d'][0]}" if "pos_d" in other else f"slot {other['slot']} of 76"
         made.title = f"{made.kernel} {where}"
         yield made
-    for dims, gqa, rows, positions, folds in (
-        ((64, 64), 2, 3, (0, 62, 200), False),
-        ((128, 128), 2, 3, (0, 62, 200), False),
-        ((256, 256), 8, 1, (0, 62, 800), True),  # a fold has more tiles than a ring has stages
-        ((64, 64), 2, 2, (0, 62, 200, *range(3, 12)), True),  # a block has several sequences
-        ((96, 96), 2, 2, (0, 62, 800), True),
+    made_for = [  # folds of every entry that was made for one geometry
+        (pair, (dim, dim), heads_kv, 4, 1, (5, 130), True)
+        for pair in PAIRS
+        for heads_kv, dim, columns in PIPE_FIXED[pair[0]]
+        if columns <= ATTEND_FOLD_COLUMNS
+    ]
+    for pair, dims, heads_kv, gqa, rows, positions, folds in (
+        (PAIRS[0], (64, 64), 2, 2, 3, (0, 62, 200), False),
+        (PAIRS[0], (128, 128), 2, 2, 3, (0, 62, 200), False),
+        (PAIRS[0], (256, 256), 2, 8, 1, (0, 62, 800), True),  # a fold has more tiles than a ring has stages
+        (PAIRS[0], (64, 64), 2, 2, 2, (0, 62, 200, *range(3, 12)), True),  # a block has several sequences
+        (PAIRS[0], (64, 128), 8, 2, 2, (0, 130), True),
+        (PAIRS[0], (64, 192), 8, 2, 2, (0, 130), True),
+        (PAIRS[0], (96, 96), 2, 2, 2, (0, 62, 800), True),
+        *made_for,
     ):
-        several = [Attend(PAIRS[0], dims, rows=rows, pos=pos, gqa=gqa) for pos in positions]
+        several = [Attend(pair, dims, rows=rows, pos=pos, heads_kv=heads_kv, gqa=gqa) for pos in positions]
         members = [args_of(rng, a) | {"pos_d": i32(a.pos)} for a in several]
         members = [in_folds(each) for each in members] if folds else members
-        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), rows * gqa)
+        entry = attend_kernel(PIPE_ARCH, AttendGeometry.of(members[0]), rows * gqa, members[0]["pieces"])
         title = f"{rows} rows{' in folds' if folds else ''} for"
         made = batch(title, entry, ("k", "v", "pos_d", "health"), ("q", "part"), members)
         behind = batch("", "attend_combine", ("pos_d", "health"), ("part", "out"), members)

@@ -92,7 +92,7 @@ def kernel_case(kit: Kit, entry: Entry) -> Case:
         everything |= {"part": partial_sums(args["rows"], args["n_head"], args["head_dim_v"]), "pieces": ATTEND_GROUPS}
         if "out" not in wanted:
             everything["out"] = poison(args["rows"] * args["n_head"] * args["head_dim_v"])
-        kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), args["rows"] * _gqa(args))
+        kernel = attend_kernel(PIPE_ARCH, AttendGeometry.of(args), args["rows"] * _gqa(args), ATTEND_GROUPS)
         case = single(entry["id"], kernel, everything)
         behind = single("", "attend_combine", everything)
         case.launches += behind.launches
