@@ -322,7 +322,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
     // What all else waits for is asked for first: positions, and queries before a position is known.
-    Tasks<PIECES> tasks(launch);
+    Tasks<PIECES, !SPLIT> tasks(launch);
     const Task guess = {launch.first_seq(), 0, 0, 0};
     Queries<COLUMNS> some;
     const auto load_guess = [&] {

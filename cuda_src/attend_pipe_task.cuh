@@ -72,8 +72,9 @@ struct Launch {
 
 // The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
 // which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
-// A whole warp goes through them together.
-template <int PIECES>
+// A whole warp goes through them together. SHORT: one text for launches with a table of sequences and without, else the
+// compiler makes two of it, which take fewer registers.
+template <int PIECES, bool SHORT>
 struct Tasks {
     Task task;        // that next() has found
     View view;        // and what its columns see, and its stages
@@ -81,7 +82,7 @@ struct Tasks {
 
     __device__ __forceinline__ explicit Tasks(const Launch<PIECES>& launch)
         : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), (int)(blockIdx.x % PIECES) - STEP}, turn(-1), counter(0) {
-        ask(launch, launch.first_seq());
+        ask(launch, launch.seqs, launch.first_seq());
     }
     // Whether there is one more that has keys.
     __device__ __forceinline__ bool next(const Block& b, const Launch<PIECES>& launch) {
@@ -90,14 +91,16 @@ struct Tasks {
             task.piece += STEP;
             if (task.piece >= PIECES) task.piece -= PIECES;
             task.first_column += width;
+            const memra_seq* table = nullptr;
             const bool other = task.first_column >= launch.columns();  // sequence
             if (other) {
+                table = SHORT ? memra_settled(launch.seqs) : launch.seqs;
                 task.first_column = 0;
                 task.seq += launch.COUNT;
                 if (task.seq >= launch.n_seqs) return false;
                 if (++turn == 32) {
                     turn = 0;
-                    ask(launch, task.seq);
+                    ask(launch, table, task.seq);
                 }
             }
             view = launch.view(task, width);
@@ -105,7 +108,7 @@ struct Tasks {
                 const long long pos = counted ? counter : launch.slot;
                 const bool fits = pos >= 0 && pos + launch.rows <= tokens;
                 task.pos = fits ? (int)pos : -1;
-                if (launch.seqs) task.pos = __shfl_sync(MEMRA_ALL_LANES, task.pos, turn);
+                if (table) task.pos = __shfl_sync(MEMRA_ALL_LANES, task.pos, turn);
                 if (!fits && (int)threadIdx.x == turn && task.piece == 0) {
                     launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, pos);
                 }
@@ -123,8 +126,8 @@ private:
     int turn, counter;
     bool counted;
     long long tokens;
-    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, int first_seq) {
-        if (!launch.seqs) {  // all lanes for the one that there is
+    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, const memra_seq* table, int first_seq) {
+        if (!table) {  // all lanes for the one that there is
             counted = launch.pos_d != nullptr;
             if (counted) counter = *launch.pos_d;  // nobody waits for it here
             tokens = launch.max_ctx;
@@ -134,8 +137,8 @@ private:
         const int* pos_d = nullptr;
         tokens = -1;
         if (seq < launch.n_seqs) {
-            pos_d = (const int*)launch.seqs[seq].pos_d;
-            tokens = launch.tokens_of(seq);
+            pos_d = (const int*)table[seq].pos_d;
+            tokens = table[seq].max_ctx;
         }
         counted = pos_d != nullptr;
         if (counted) counter = *pos_d;
