@@ -28,7 +28,7 @@ struct Launch {
     const int* pos_d;
     long long slot, max_ctx;
     int rows, n_head, gqa;
-    unsigned reciprocal;  // see View
+    unsigned reciprocal;  // of gqa, see View; found behind the first requests
     int window, layer, n_seqs;
     float* part;
     const memra_seq* seqs;
@@ -62,7 +62,9 @@ struct Launch {
         return view;
     }
     __device__ __forceinline__ Stages walk(const Block& b, const Task& task, const View& view) const {
-        return walk_of<COUNT>(task.piece, view.first(0), view.last(view.columns - 1), b.tokens);
+        const int last = view.last(view.columns - 1);
+        if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b.tokens);  // without a division
+        return walk_of<COUNT>(task.piece, view.first(0), last, b.tokens);
     }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
     __device__ bool reports(const Task& task, const View& view) const {
@@ -81,7 +83,7 @@ struct Tasks {
     typename Launch<PIECES>::Stages walk;
 
     __device__ __forceinline__ explicit Tasks(const Launch<PIECES>& launch)
-        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), (int)(blockIdx.x % PIECES) - STEP}, turn(-1), counter(0) {
+        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), piece_of_block() - STEP}, turn(-1), counter(0) {
         ask(launch, launch.seqs, launch.first_seq());
     }
     // Whether there is one more that has keys.
@@ -104,32 +106,32 @@ struct Tasks {
                 }
             }
             view = launch.view(task, width);
-            if (other) {
-                const long long pos = counted ? counter : launch.slot;
-                const bool fits = pos >= 0 && pos + launch.rows <= tokens;
-                task.pos = fits ? (int)pos : -1;
-                if (table) task.pos = __shfl_sync(MEMRA_ALL_LANES, task.pos, turn);
-                if (!fits && (int)threadIdx.x == turn && task.piece == 0) {
-                    launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, pos);
-                }
-            }
-            if (task.pos < 0) continue;
+            // From here to the stages no branch, so that all that does not hang on the position is done when it arrives.
+            const bool fits = counter >= 0 && counter <= tokens - launch.rows;
+            const int own = fits ? counter : -1, pos = SHORT || table ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
+            if (other) task.pos = pos;
             view.pos = task.pos;
             walk = launch.walk(b, task, view);
-            if (walk.more()) return true;
+            if (task.pos >= 0 && walk.more()) return true;
+            if (other && !fits && (int)threadIdx.x == turn && task.piece == 0) {
+                launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, counted ? counter : launch.slot);
+            }
         }
     }
 
 private:
+    // A launch has GROUPS blocks.
+    static __device__ int piece_of_block() { return (int)(PIECES == GROUPS ? blockIdx.x : blockIdx.x % PIECES); }
     static constexpr int STEP = 53 % PIECES;  // another piece each time, so that short ones spread
     // A table and a counter stand before a position, so each lane asks for that of one sequence; whose turn it is.
     int turn, counter;
     bool counted;
     long long tokens;
     __device__ __forceinline__ void ask(const Launch<PIECES>& launch, const memra_seq* table, int first_seq) {
+        const int of_slot = launch.slot >= 0 && launch.slot <= 0x7FFFFFFF ? (int)launch.slot : -1;
         if (!table) {  // all lanes for the one that there is
             counted = launch.pos_d != nullptr;
-            if (counted) counter = *launch.pos_d;  // nobody waits for it here
+            counter = counted ? *launch.pos_d : of_slot;  // nobody waits for it here
             tokens = launch.max_ctx;
             return;
         }
@@ -141,6 +143,6 @@ private:
             tokens = table[seq].max_ctx;
         }
         counted = pos_d != nullptr;
-        if (counted) counter = *pos_d;
+        counter = counted ? *pos_d : of_slot;
     }
 };
