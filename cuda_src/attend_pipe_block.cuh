@@ -9,7 +9,9 @@
 // The first stage of a group is scored against no reference: the team agrees on one when the values of the stage before,
 // the last of its group, have been summed up. There those sums go on top of the fold's, which stay in registers until
 // the piece ends. What a fold does with a group is what attend_combine does with it, fold_sum(), so that no bit depends on
-// which of them did it; entries with more than 8 columns, whose sums take all registers, have groups only.
+// which of them did it. An entry has one kind of pieces, PIECES, since a launch for one sequence would pay for what folds
+// need, from its registers to its way to the first stage. Entries with more than 8 columns, whose sums take all registers,
+// have groups only.
 //
 // Scores: of q8_0, products of bytes; a query is 256 * high + low, 15 bits below its largest element, and the sum over a
 // block is an integer that d scales. Of fp8, products of f16, a query is two f16. The reference that weights stand
@@ -29,39 +31,6 @@
 
 #define BRING_REGISTERS 40     // of a thread that brings K and V, and
 #define COMPUTE_REGISTERS 232  // of one that computes; 168 each before they split
-
-// Sums of a group, or of a fold, for the dims of V of a warp: of lane (g, t) columns 8n + 2t, 8n + 2t + 1.
-template <int WORDS, int NT>
-struct Sums {
-    float value[4 * WORDS][NT][4], weight[NT][2], reference[NT][2];
-    __device__ void clear() {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-#pragma unroll
-                for (int d = 0; d < 4 * WORDS; d++) value[d][n][i] = 0.0f;
-            }
-            weight[n][0] = weight[n][1] = 0.0f;
-            reference[n][0] = reference[n][1] = minus_infinity();
-        }
-    }
-    __device__ void fold(const Sums& group) {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const Worth worth = fold_reference(reference[n][i], group.reference[n][i]);
-                weight[n][i] = fold_sum(weight[n][i], group.weight[n][i], worth);
-#pragma unroll
-                for (int d = 0; d < 4 * WORDS; d++) {
-                    value[d][n][i] = fold_sum(value[d][n][i], group.value[d][n][i], worth);
-                    value[d][n][i + 2] = fold_sum(value[d][n][i + 2], group.value[d][n][i + 2], worth);
-                }
-            }
-        }
-    }
-};
 
 // A warp's way through the stages of a task, and what it leaves in part.
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
@@ -104,7 +73,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     float* const most = (float*)(bytes + b.most) + head * team_warps * 8 * NT;
     float* const weight_sums = (float*)(bytes + b.sum) + head * team_warps * 8 * NT;
 
-    // Where the lane's sums go: found while nobody waits for it, where there are registers to keep it.
+    // Where the lane's sums go: found while K is on its way, where there are registers to keep it.
     constexpr bool EARLY = PIECES == GROUPS && FIXED && NT == 1;
     float* to[NT][2];
     const auto find_places = [&] {
@@ -314,13 +283,14 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
 }
 
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
-static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECES>& launch, float scale) {
+static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     constexpr bool SPLIT = NT > 1 || !FIXED || PIECES == FOLDS;  // of registers; else 168 do
     constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;         // a task's queries, while the one before is worked on
     constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
+    launch.reciprocal = reciprocal_of(launch.rows, launch.gqa);
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
             memra_pipe_init(b.k.full_pipe(bytes, i), QUARTERS);
@@ -334,7 +304,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
     }
     memra_begin();
     // What all else waits for is asked for first: positions, and queries before a position is known.
-    Tasks<PIECES> tasks(launch);
+    Tasks<PIECES, !SPLIT> tasks(launch);
     const Task guess = {launch.first_seq(), 0, 0, 0};
     Queries<COLUMNS> some;
     const auto load_guess = [&] {
@@ -348,6 +318,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
     Turn k_turn = {0, 0, true}, v_turn = k_turn;
     if (warp >= TEAM_WARPS) {
         if (SPLIT) memra_give_registers<BRING_REGISTERS>();
+        uint8_t* const ring = memra_settled_shared(bytes);
         while (tasks.next(b, launch)) {
             if (threadIdx.x % 32 != 0) continue;
             const Task& task = tasks.task;
@@ -355,11 +326,11 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
             const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
             for (auto walk = tasks.walk; walk.more(); walk.next(b.tokens)) {
                 const int first_token = (int)walk.token;
-                if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(bytes, k_turn.stage), k_turn.parity ^ 1);
-                bring(b.k, bytes, k_turn, k, c, first_token, b.tokens, tokens);
+                if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(ring, k_turn.stage), k_turn.parity ^ 1);
+                bring(b.k, ring, k_turn, k, c, first_token, b.tokens, tokens);
                 k_turn.next(b.k.stages);
-                if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(bytes, v_turn.stage), v_turn.parity ^ 1);
-                bring(b.v, bytes, v_turn, v, c, first_token, b.tokens, tokens);
+                if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(ring, v_turn.stage), v_turn.parity ^ 1);
+                bring(b.v, ring, v_turn, v, c, first_token, b.tokens, tokens);
                 v_turn.next(b.v.stages);
             }
         }
@@ -393,10 +364,10 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
     }
 }
 
+// pieces is PIECES: whoever launches asks for the entry that has them.
 #define ATTEND_ON(block, WORDS, NT, SLABS, FIXED, PIECES)                                                                  \
-    const Launch<PIECES> launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv,                   \
-                                   reciprocal_of(rows, n_head / block.n_head_kv), window, layer, n_seqs, part, seqs,       \
-                                   health};                                                                                \
+    const Launch<PIECES> launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv, 0, window,        \
+                                   layer, n_seqs, part, seqs, health};                                                     \
     attend<WORDS, NT, SLABS, FIXED>(block, launch, scale)
 #define BODY(WORDS, NT, PIECES)                                                                                            \
     const Block block = block_of(NT, 1, n_head_kv, head_dim_k, head_dim_v, k_tok_bytes, v_tok_bytes, k_format, v_format);   \

@@ -28,7 +28,7 @@ struct Launch {
     const int* pos_d;
     long long slot, max_ctx;
     int rows, n_head, gqa;
-    unsigned reciprocal;  // see View
+    unsigned reciprocal;  // of gqa, see View; found behind the first requests
     int window, layer, n_seqs;
     float* part;
     const memra_seq* seqs;
@@ -62,7 +62,9 @@ struct Launch {
         return view;
     }
     __device__ __forceinline__ Stages walk(const Block& b, const Task& task, const View& view) const {
-        return walk_of<COUNT>(task.piece, view.first(0), view.last(view.columns - 1), b.tokens);
+        const int last = view.last(view.columns - 1);
+        if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b.tokens);  // without a division
+        return walk_of<COUNT>(task.piece, view.first(0), last, b.tokens);
     }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
     __device__ bool reports(const Task& task, const View& view) const {
@@ -72,16 +74,17 @@ struct Launch {
 
 // The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
 // which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
-// A whole warp goes through them together.
-template <int PIECES>
+// A whole warp goes through them together. SHORT: one text for launches with a table of sequences and without, else the
+// compiler makes two of it, which take fewer registers.
+template <int PIECES, bool SHORT>
 struct Tasks {
     Task task;        // that next() has found
     View view;        // and what its columns see, and its stages
     typename Launch<PIECES>::Stages walk;
 
     __device__ __forceinline__ explicit Tasks(const Launch<PIECES>& launch)
-        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), (int)(blockIdx.x % PIECES) - STEP}, turn(-1), counter(0) {
-        ask(launch, launch.first_seq());
+        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), piece_of_block() - STEP}, turn(-1), counter(0) {
+        ask(launch, launch.seqs, launch.first_seq());
     }
     // Whether there is one more that has keys.
     __device__ __forceinline__ bool next(const Block& b, const Launch<PIECES>& launch) {
@@ -90,43 +93,45 @@ struct Tasks {
             task.piece += STEP;
             if (task.piece >= PIECES) task.piece -= PIECES;
             task.first_column += width;
+            const memra_seq* table = nullptr;
             const bool other = task.first_column >= launch.columns();  // sequence
             if (other) {
+                table = SHORT ? memra_settled(launch.seqs) : launch.seqs;
                 task.first_column = 0;
                 task.seq += launch.COUNT;
                 if (task.seq >= launch.n_seqs) return false;
                 if (++turn == 32) {
                     turn = 0;
-                    ask(launch, task.seq);
+                    ask(launch, table, task.seq);
                 }
             }
             view = launch.view(task, width);
-            if (other) {
-                const long long pos = counted ? counter : launch.slot;
-                const bool fits = pos >= 0 && pos + launch.rows <= tokens;
-                task.pos = fits ? (int)pos : -1;
-                if (launch.seqs) task.pos = __shfl_sync(MEMRA_ALL_LANES, task.pos, turn);
-                if (!fits && (int)threadIdx.x == turn && task.piece == 0) {
-                    launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, pos);
-                }
-            }
-            if (task.pos < 0) continue;
+            // From here to the stages no branch, so that all that does not hang on the position is done when it arrives.
+            const bool fits = counter >= 0 && counter <= tokens - launch.rows;
+            const int own = fits ? counter : -1, pos = SHORT || table ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
+            if (other) task.pos = pos;
             view.pos = task.pos;
             walk = launch.walk(b, task, view);
-            if (walk.more()) return true;
+            if (task.pos >= 0 && walk.more()) return true;
+            if (other && !fits && (int)threadIdx.x == turn && task.piece == 0) {
+                launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, counted ? counter : launch.slot);
+            }
         }
     }
 
 private:
+    // A launch has GROUPS blocks.
+    static __device__ int piece_of_block() { return (int)(PIECES == GROUPS ? blockIdx.x : blockIdx.x % PIECES); }
     static constexpr int STEP = 53 % PIECES;  // another piece each time, so that short ones spread
     // A table and a counter stand before a position, so each lane asks for that of one sequence; whose turn it is.
     int turn, counter;
     bool counted;
     long long tokens;
-    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, int first_seq) {
-        if (!launch.seqs) {  // all lanes for the one that there is
+    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, const memra_seq* table, int first_seq) {
+        const int of_slot = launch.slot >= 0 && launch.slot <= 0x7FFFFFFF ? (int)launch.slot : -1;
+        if (!table) {  // all lanes for the one that there is
             counted = launch.pos_d != nullptr;
-            if (counted) counter = *launch.pos_d;  // nobody waits for it here
+            counter = counted ? *launch.pos_d : of_slot;  // nobody waits for it here
             tokens = launch.max_ctx;
             return;
         }
@@ -134,10 +139,10 @@ private:
         const int* pos_d = nullptr;
         tokens = -1;
         if (seq < launch.n_seqs) {
-            pos_d = (const int*)launch.seqs[seq].pos_d;
-            tokens = launch.tokens_of(seq);
+            pos_d = (const int*)table[seq].pos_d;
+            tokens = table[seq].max_ctx;
         }
         counted = pos_d != nullptr;
-        if (counted) counter = *pos_d;
+        counter = counted ? *pos_d : of_slot;
     }
 };

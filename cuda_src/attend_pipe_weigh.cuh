@@ -1,7 +1,40 @@
-// attend_pipe_weigh.cuh: what a stage adds to a warp's sums over V.
+// attend_pipe_weigh.cuh: a warp's sums over V, and what a stage adds to them.
 #pragma once
 
 #include "attend_pipe_kv.cuh"
+
+// Sums of a group, or of a fold, for the dims of V of a warp: of lane (g, t) columns 8n + 2t, 8n + 2t + 1.
+template <int WORDS, int NT>
+struct Sums {
+    float value[4 * WORDS][NT][4], weight[NT][2], reference[NT][2];
+    __device__ void clear() {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int d = 0; d < 4 * WORDS; d++) value[d][n][i] = 0.0f;
+            }
+            weight[n][0] = weight[n][1] = 0.0f;
+            reference[n][0] = reference[n][1] = minus_infinity();
+        }
+    }
+    __device__ void fold(const Sums& group) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const Worth worth = fold_reference(reference[n][i], group.reference[n][i]);
+                weight[n][i] = fold_sum(weight[n][i], group.weight[n][i], worth);
+#pragma unroll
+                for (int d = 0; d < 4 * WORDS; d++) {
+                    value[d][n][i] = fold_sum(value[d][n][i], group.value[d][n][i], worth);
+                    value[d][n][i + 2] = fold_sum(value[d][n][i + 2], group.value[d][n][i + 2], worth);
+                }
+            }
+        }
+    }
+};
 
 // The weights of this warp's keys of a stage, as they were handed over: sum[n] is of column g, over the lane's keys.
 template <int NT, int SLABS>

@@ -91,6 +91,18 @@ __device__ inline T* memra_settled(T* pointer) {
 #endif
 }
 
+// The same of shared memory, which else is asked for at each use.
+template <class T>
+__device__ inline T* memra_settled_shared(T* pointer) {
+#if MEMRA_PTX
+    uint32_t address = memra_shared_address(pointer);
+    asm volatile("" : "+r"(address));
+    return (T*)__cvta_shared_to_generic(address);
+#else
+    return pointer;
+#endif
+}
+
 // Four warps that begin at a multiple of four give registers away, or wait for such and take them: N of a thread from now
 // on, a multiple of 8. Compilers for a plain sm_90 know no such thing, and all keep what they have.
 template <int N>

@@ -127,7 +127,7 @@ def flipped(text: str, old: str, new: str) -> str:
 def with_headers(source: str) -> str:
     """A kernel source with the headers that hold its own text written out."""
     text = (standin_module.CUDA_SRC / source).read_text()
-    own = r'#include "((?:append_kv|copy|gdn|recur_step|attend_pipe_block|attend_pipe_score)\.cuh)"\n'
+    own = r'#include "((?:append_kv|copy|gdn|recur_step|attend_pipe_block|attend_pipe_score|attend_pipe_weigh)\.cuh)"\n'
     return re.sub(own, lambda found: with_headers(found[1]), text)
 
 
