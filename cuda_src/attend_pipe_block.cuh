@@ -285,22 +285,12 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
 static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
-    constexpr bool SPLIT = NT > 1 || !FIXED || PIECES == FOLDS;  // of registers; else 168 do
-    constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;         // a task's queries, while the one before is worked on
+    constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;  // a task's queries, while the one before is worked on
     constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
-    // What all else waits for is asked for first: positions, and queries before a position is known.
-    Tasks<PIECES, !SPLIT> tasks(launch);
+    Tasks<PIECES> tasks(launch);  // asks for positions, what all else waits for
     launch.reciprocal = reciprocal_of(launch.rows, launch.gqa);
-    const Task guess = {launch.first_seq(), 0, 0, 0};
-    Queries<COLUMNS> some;
-    const auto load_guess = [&] {
-        if (PIECES == GROUPS || guess.seq < launch.n_seqs) {
-            some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
-        }
-    };
-    if (!SPLIT && warp < computing) load_guess();
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
             memra_pipe_init(b.k.full_pipe(bytes, i), QUARTERS);
@@ -316,7 +306,7 @@ static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> lau
 
     Turn k_turn = {0, 0, true}, v_turn = k_turn;
     if (warp >= TEAM_WARPS) {
-        if (SPLIT) memra_give_registers<BRING_REGISTERS>();
+        memra_give_registers<BRING_REGISTERS>();
         uint8_t* const ring = memra_settled_shared(bytes);
         while (tasks.next(b, launch)) {
             if (threadIdx.x % 32 != 0) continue;
@@ -334,9 +324,14 @@ static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> lau
             }
         }
     } else {
-        if (SPLIT) memra_take_registers<COMPUTE_REGISTERS>();
+        memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
-        if (SPLIT) load_guess();
+        // The first queries are asked for before the position is known.
+        const Task guess = {launch.first_seq(), 0, 0, 0};
+        Queries<COLUMNS> some;
+        if (PIECES == GROUPS || guess.seq < launch.n_seqs) {
+            some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
+        }
         const auto guessed = [&] { return tasks.task.seq == guess.seq && tasks.task.first_column == 0; };
         if constexpr (AHEAD) {
             Task task;
