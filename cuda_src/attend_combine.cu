@@ -57,10 +57,8 @@ static __device__ float2 fold_groups(const float* from, int stride, int head_dim
 extern "C" __global__ void __launch_bounds__(384) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
         int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
-    memra_begin();
     __shared__ float2 own_of[FOLDS];
     __shared__ float2 value_of[FOLDS][DIMS / 2];
-    const long long own_pos = seqs ? 0 : memra_slot(pos_d, slot);  // what all else waits for
     const bool folds = pieces == GROUPS;  // each warp a fold of the block's dims; else each warp other dims
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const unsigned chunks = (unsigned)(head_dim_v + DIMS - 1) / DIMS, chunk = folds ? blockIdx.x : blockIdx.x * FOLDS + warp;
@@ -68,7 +66,9 @@ extern "C" __global__ void __launch_bounds__(384) attend_combine(
     const unsigned row = entry / (unsigned)n_head;  // of all sequences
     const unsigned seq = row / (unsigned)rows;
     const int dim = (int)(chunk - entry * chunks) * DIMS + 2 * lane, stride = head_dim_v + TAIL;
-    long long pos = own_pos;
+    memra_begin();
+    memra_let_begin();
+    long long pos = seqs ? 0 : memra_slot(pos_d, slot);
     if (seqs && seq < (unsigned)n_seqs) {
         pos = memra_slot((const int*)seqs[seq].pos_d, slot);
         max_ctx = seqs[seq].max_ctx;

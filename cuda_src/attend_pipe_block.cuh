@@ -73,23 +73,6 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     float* const most = (float*)(bytes + b.most) + head * team_warps * 8 * NT;
     float* const weight_sums = (float*)(bytes + b.sum) + head * team_warps * 8 * NT;
 
-    // Where the lane's sums go: found while K is on its way, where there are registers to keep it.
-    constexpr bool EARLY = PIECES == GROUPS && FIXED && NT == 1;
-    float* to[NT][2];
-    const auto find_places = [&] {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int column = 8 * n + 2 * t + i, row = view.row(column);
-                const int of_head = view.first_column + column - row * view.gqa;
-                to[n][i] = launch.sums(b, task, row, head * view.gqa + of_head) + lane_dim;
-                if (EARLY) to[n][i] = memra_settled(to[n][i]);
-            }
-        }
-    };
-    if (EARLY) find_places();
-
     Sums<WORDS, NT> group, all;  // of the group that the warp is in, and, where it folds, of those before
     float sum[NT] = {}, score[SLABS][NT][4];  // sum: of column 8n + g, over the lane's keys
     group.clear();
@@ -208,22 +191,26 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
         weighed_token = scored_token;
     }
 
+    if (launch.leaves_places(view)) memra_let_begin();
     if (PIECES == FOLDS) {
         if (!sums) return;  // of V
         sum_weights<NT>(weight_sums, scorers, true, group.weight);
         all.fold(group);
         group = all;
     }
-    if (!EARLY) find_places();
+    float* to[NT][2];  // where the lane's sums go
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (!sums || 8 * n + 2 * t + i >= view.columns) continue;
+            const int column = 8 * n + 2 * t + i, row = view.row(column);
+            const int of_head = view.first_column + column - row * view.gqa;
+            to[n][i] = launch.sums(b, task, row, head * view.gqa + of_head);
+            if (!sums || column >= view.columns) continue;
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {
-                const int d = w * step;
-                if (!FIXED && lane_dim + d >= b.head_dim_v) continue;
+                const int d = lane_dim + w * step;
+                if (!FIXED && d >= b.head_dim_v) continue;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int x = i + 2 * half;
@@ -244,7 +231,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (8 * n + 2 * t + i >= view.columns) continue;
-            *(float2*)(to[n][i] - lane_dim + b.head_dim_v) = make_float2(group.reference[n][i], group.weight[n][i]);
+            *(float2*)(to[n][i] + b.head_dim_v) = make_float2(group.reference[n][i], group.weight[n][i]);
         }
     }
 }
@@ -285,8 +272,7 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
 static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
-    constexpr bool SPLIT = NT > 1 || !FIXED || PIECES == FOLDS;  // of registers; else 168 do
-    constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;         // a task's queries, while the one before is worked on
+    constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;  // a task's queries, while the one before is worked on
     constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
@@ -302,22 +288,13 @@ static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> lau
         }
         memra_pipe_init_done();
     }
-    memra_begin();
-    // What all else waits for is asked for first: positions, and queries before a position is known.
-    Tasks<PIECES, !SPLIT> tasks(launch);
-    const Task guess = {launch.first_seq(), 0, 0, 0};
-    Queries<COLUMNS> some;
-    const auto load_guess = [&] {
-        if (PIECES == GROUPS || guess.seq < launch.n_seqs) {
-            some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
-        }
-    };
-    if (!SPLIT && warp < computing) load_guess();
     __syncthreads();
+    memra_begin();
+    Tasks<PIECES> tasks(launch);  // asks for positions, what all else waits for
 
     Turn k_turn = {0, 0, true}, v_turn = k_turn;
     if (warp >= TEAM_WARPS) {
-        if (SPLIT) memra_give_registers<BRING_REGISTERS>();
+        memra_give_registers<BRING_REGISTERS>();
         uint8_t* const ring = memra_settled_shared(bytes);
         while (tasks.next(b, launch)) {
             if (threadIdx.x % 32 != 0) continue;
@@ -335,9 +312,14 @@ static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> lau
             }
         }
     } else {
-        if (SPLIT) memra_take_registers<COMPUTE_REGISTERS>();
+        memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;
-        if (SPLIT) load_guess();
+        // The first queries are asked for before the position is known.
+        const Task guess = {launch.first_seq(), 0, 0, 0};
+        Queries<COLUMNS> some;
+        if (PIECES == GROUPS || guess.seq < launch.n_seqs) {
+            some.load(b, launch.queries(b, guess.seq), launch.view(guess, 8 * NT), member);
+        }
         const auto guessed = [&] { return tasks.task.seq == guess.seq && tasks.task.first_column == 0; };
         if constexpr (AHEAD) {
             Task task;

@@ -66,6 +66,11 @@ struct Launch {
         if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b.tokens);  // without a division
         return walk_of<COUNT>(task.piece, view.first(0), last, b.tokens);
     }
+    // Whether half of the blocks or more have no key of the view: attend_combine's blocks find a multiprocessor each, while
+    // the others finish. Where all are busy, the first that ends would be given several of them.
+    __device__ bool leaves_places(const View& view) const {
+        return view.last(view.columns - 1) / TILE - view.first(0) / TILE < GROUPS / 2;
+    }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
     __device__ bool reports(const Task& task, const View& view) const {
         return view.first(0) / TILE % GROUPS / COUNT == task.piece;
@@ -74,9 +79,8 @@ struct Launch {
 
 // The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
 // which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
-// A whole warp goes through them together. SHORT: one text for launches with a table of sequences and without, else the
-// compiler makes two of it, which take fewer registers.
-template <int PIECES, bool SHORT>
+// A whole warp goes through them together.
+template <int PIECES>
 struct Tasks {
     Task task;        // that next() has found
     View view;        // and what its columns see, and its stages
@@ -84,7 +88,7 @@ struct Tasks {
 
     __device__ __forceinline__ explicit Tasks(const Launch<PIECES>& launch)
         : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), piece_of_block() - STEP}, turn(-1), counter(0) {
-        ask(launch, launch.seqs, launch.first_seq());
+        ask(launch, launch.first_seq());
     }
     // Whether there is one more that has keys.
     __device__ __forceinline__ bool next(const Block& b, const Launch<PIECES>& launch) {
@@ -93,22 +97,20 @@ struct Tasks {
             task.piece += STEP;
             if (task.piece >= PIECES) task.piece -= PIECES;
             task.first_column += width;
-            const memra_seq* table = nullptr;
             const bool other = task.first_column >= launch.columns();  // sequence
             if (other) {
-                table = SHORT ? memra_settled(launch.seqs) : launch.seqs;
                 task.first_column = 0;
                 task.seq += launch.COUNT;
                 if (task.seq >= launch.n_seqs) return false;
                 if (++turn == 32) {
                     turn = 0;
-                    ask(launch, table, task.seq);
+                    ask(launch, task.seq);
                 }
             }
             view = launch.view(task, width);
             // From here to the stages no branch, so that all that does not hang on the position is done when it arrives.
             const bool fits = counter >= 0 && counter <= tokens - launch.rows;
-            const int own = fits ? counter : -1, pos = SHORT || table ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
+            const int own = fits ? counter : -1, pos = launch.seqs ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
             if (other) task.pos = pos;
             view.pos = task.pos;
             walk = launch.walk(b, task, view);
@@ -127,9 +129,9 @@ private:
     int turn, counter;
     bool counted;
     long long tokens;
-    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, const memra_seq* table, int first_seq) {
+    __device__ __forceinline__ void ask(const Launch<PIECES>& launch, int first_seq) {
         const int of_slot = launch.slot >= 0 && launch.slot <= 0x7FFFFFFF ? (int)launch.slot : -1;
-        if (!table) {  // all lanes for the one that there is
+        if (!launch.seqs) {  // all lanes for the one that there is
             counted = launch.pos_d != nullptr;
             counter = counted ? *launch.pos_d : of_slot;  // nobody waits for it here
             tokens = launch.max_ctx;
@@ -139,8 +141,8 @@ private:
         const int* pos_d = nullptr;
         tokens = -1;
         if (seq < launch.n_seqs) {
-            pos_d = (const int*)table[seq].pos_d;
-            tokens = table[seq].max_ctx;
+            pos_d = (const int*)launch.seqs[seq].pos_d;
+            tokens = launch.seqs[seq].max_ctx;
         }
         counted = pos_d != nullptr;
         counter = counted ? *pos_d : of_slot;

@@ -35,6 +35,13 @@ __device__ inline void memra_begin() {
 #endif
 }
 
+// The kernel behind this one may be started when all blocks have called this or ended: it waits for their end.
+__device__ inline void memra_let_begin() {
+#if MEMRA_PTX && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Minimum and maximum as on a GPU: a NaN loses against a number, -0 lies below +0.
 __device__ inline float memra_min(float a, float b) {
 #if MEMRA_PTX

@@ -79,19 +79,7 @@ __device__ inline void memra_pipe_fence() {
 #endif
 }
 
-// A pointer to global memory that is worked out here, not where it is used.
-template <class T>
-__device__ inline T* memra_settled(T* pointer) {
-#if MEMRA_PTX
-    size_t address = __cvta_generic_to_global(pointer);
-    asm volatile("" : "+l"(address));
-    return (T*)__cvta_global_to_generic(address);
-#else
-    return pointer;
-#endif
-}
-
-// The same of shared memory, which else is asked for at each use.
+// A pointer to shared memory that is worked out here, not at each use.
 template <class T>
 __device__ inline T* memra_settled_shared(T* pointer) {
 #if MEMRA_PTX

@@ -251,7 +251,7 @@ class StandIn:
 
     def launches(self) -> list[str]:
         """The names of the kernels launched, in order: by calls that were not captured, and by nodes of graphs."""
-        calls = self.calls("cuLaunchKernelEx", "node")
+        calls = self.calls("cuLaunchKernel", "cuLaunchKernelEx", "node")
         return [call.kernel for call in calls if not call.captured and (call.name != "node" or call.kernel)]
 
     def balance(self) -> collections.Counter[str]:

@@ -5,6 +5,7 @@ Both paths of the kernels on the stand-in, the twin, and with --gpu.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,17 @@ from checks import faults
 from kernel_runs import run_batch
 
 from memra_driver.check.args import LAYER, PAIRS, Dims, Pair, in_folds
+from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.health import Fault, FaultCount
-from memra_driver.kernels import ATTEND_FOLD_COLUMNS, ATTEND_FOLD_SEQS, ATTEND_TILE, attend_pieces
+from memra_driver.kernels import (
+    ATTEND_FOLD_COLUMNS,
+    ATTEND_FOLD_SEQS,
+    ATTEND_TILE,
+    KERNELS,
+    AttendGeometry,
+    attend_kernel,
+    attend_pieces,
+)
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS
 
@@ -180,3 +190,17 @@ def test_many_sequences_of_few_columns_are_folded() -> None:
     assert {attend_pieces(n_seqs, columns) for n_seqs in (many, 256) for columns in (1, few)} == {ATTEND_FOLDS}
     others = [(1, 1), (many - 1, few), (many, few + 1), (256, 128)]
     assert {attend_pieces(n_seqs, columns) for n_seqs, columns in others} == {ATTEND_GROUPS}
+
+
+@pytest.mark.parametrize("arch", [PIPE_ARCH, "sm_80"])
+def test_folds_have_an_entry_of_their_own_where_groups_have_one_of_as_few_columns(arch: str) -> None:
+    seen = set()
+    for (n_head_kv, dim), (k, v) in itertools.product([(2, 256), (4, 256), (8, 128), (4, 64), (8, 192)], PAIRS):
+        bytes_ = [n_head_kv * dim // BLOCK * FORMATS[name].block_bytes for name in (k, v)]
+        geometry = AttendGeometry(n_head_kv, dim, dim, bytes_[0], bytes_[1], FORMATS[k].code, FORMATS[v].code)
+        for columns in range(1, ATTEND_FOLD_COLUMNS + 1):
+            groups, folds = (attend_kernel(arch, geometry, columns, n) for n in (ATTEND_GROUPS, ATTEND_FOLDS))
+            assert folds == (f"{groups}_folds" if arch == PIPE_ARCH else groups)
+            seen.add(folds)
+    assert seen <= KERNELS.keys()
+    assert len(seen) == (3 * len(PAIRS) + 2 if arch == PIPE_ARCH else 4)

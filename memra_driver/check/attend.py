@@ -140,6 +140,7 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
         (PAIRS[0], (128, 128), 2, 2, 3, (0, 62, 200), False),
         (PAIRS[0], (256, 256), 2, 8, 1, (0, 62, 800), True),  # a fold has more tiles than a ring has stages
         (PAIRS[0], (64, 64), 2, 2, 2, (0, 62, 200, *range(3, 12)), True),  # a block has several sequences
+        (PAIRS[0], (128, 128), 2, 2, 2, (0, 130), True),
         (PAIRS[0], (64, 128), 8, 2, 2, (0, 130), True),
         (PAIRS[0], (64, 192), 8, 2, 2, (0, 130), True),
         (PAIRS[0], (96, 96), 2, 2, 2, (0, 62, 800), True),
