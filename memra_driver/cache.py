@@ -233,10 +233,13 @@ class Cache(CacheClock):
 
         A failure in the middle invalidates the snapshot, not the cache. Waits for nothing.
         """
-        mark = CHANGED[0]
         known = snap.renewal if type(snap) is CacheSnapshot else None
-        if known is not None and known.again(e, self._c, snap):
-            return
+        if known is None or not known.again(e, self._c, snap):
+            self._renew(e, snap)
+
+    def _renew(self, e: Any, snap: CacheSnapshot) -> None:
+        """A snapshot_into with every check."""
+        mark = CHANGED[0]
         self.check_device(e)
         self.check_settled("snapshot_into")
         self.check_owner(snap)
@@ -255,12 +258,15 @@ class Cache(CacheClock):
         after any number of swaps. Enqueues one launch per arena device, where all layers took part; waits for
         nothing. Raises SnapshotError, CapacityError (accept_len), StateError.
         """
-        mark = CHANGED[0]
         if type(accept_len) is not int:
             accept_len = operator.index(accept_len)
         known = snap.way_back if type(snap) is CacheSnapshot else None
-        if known is not None and known.again(e, self, snap, accept_len):
-            return
+        if known is None or not known.again(e, self, snap, accept_len):
+            self._go_back(e, snap, accept_len)
+
+    def _go_back(self, e: Any, snap: CacheSnapshot, accept_len: int) -> None:
+        """A rollback with every check."""
+        mark = CHANGED[0]
         self.check_device(e)
         self.check_not_recording("rollback")
         self.check_state("rollback", CacheState.READY, CacheState.PENDING_REPLAY, CacheState.TAINTED)

@@ -78,8 +78,9 @@ class _Known:
 
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         self._mark, self._e = mark, e  # mark: of CHANGED, from before the checks
-        self._cache_c, self._max_ctx, self._snap_c = cache._c, cache.max_ctx, snap._c
-        self._c, self._stand, (self._snap, self._snap32) = words(cache._c)[0], stand_of(cache._c), words(snap._c)
+        self._cache_c, self._snap_c = cache._c, snap._c
+        self._c, (self._snap, self._snap32) = words(cache._c)[0], words(snap._c)
+        self._stand, self._idle = stand_of(cache._c), ready_stand(0, 0)
         self._devices = [(each.stream, each.context) for each in cache.devices if hasattr(each, "context")]
         owners = [*cache._owners, *snap._buffers]
         self._watch = OpenWatch(owners) if len(self._devices) == len(cache.devices) else None
@@ -128,8 +129,8 @@ class Renewal(_Known):
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
         self._parts = (  # what a call looks at, in one look
-            e, cache._c, self._c, self._snap, self._stand, ready_stand(0, 0), cache.max_ctx, self._read_lens, self._kv,
-            self._n_kv,
+            e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx, self._read_lens,
+            self._kv, self._n_kv,
         )  # fmt: skip
 
     def learn(self, copies: list[Copies]) -> None:
@@ -138,7 +139,7 @@ class Renewal(_Known):
 
     def again(self, e: Any, cache_c: CacheC, snap: CacheSnapshot) -> bool:
         """Copies and stamps as before; False, and nothing done, where that may be wrong."""
-        own_e, own_c, c, kept, stand, idle, most, read, kv, n_kv = self._parts
+        own_e, own_c, c, kept, kept32, stand, idle, most, read, kv, n_kv = self._parts
         if e is not own_e or cache_c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
         pos, each = c[POS_WORD], read(kv)
@@ -154,7 +155,7 @@ class Renewal(_Known):
             actions = self._served()
         if actions is None or not snap.is_whole():
             return False
-        self._snap32[_INVALID] = _HALF_WAY
+        kept32[_INVALID] = _HALF_WAY
         for action in actions:
             action()
         for lens, saved in self._lens:
@@ -164,13 +165,23 @@ class Renewal(_Known):
         return True
 
 
+class _Told(ctypes.Structure):
+    """What the launches of a rollback are told: the length of every layer."""
+
+    _fields_ = (("length", ctypes.c_int64),)
+
+
 class Return(_Known):
     """A `rollback` of a cache that is ready and in no round, all of whose layers took part: one launch a device."""
 
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
-        self._snap_at = ctypes.addressof(snap._c)
+        self._told_c = _Told()
         self._launches: list[Launch] = []  # of all arrangements
+        self._parts = (  # what a call looks at, in one look
+            e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx,
+            words(self._told_c)[0], ctypes.addressof(snap._c),
+        )  # fmt: skip
 
     def learn(self, cache: Cache, copies: list[Copies]) -> bool:
         """The copies, by device, that serve where the states lie now, if they are one launch each; else False."""
@@ -182,9 +193,10 @@ class Return(_Known):
                 return False
             args = restore_arguments(each, packed, 0, 0, (1 << n) - 1, 1 << n, cache._planes["health", None, d])
             launches.append(each.e.prepare("restore", args))
+            launches[-1].read_from("a", self._told_c, _Told.length)
             launches[-1].read_from("b", self._snap_c, SnapshotC.pos)
         self._launches += launches
-        self._learn(([launch.again for launch in launches], [launch.field("a") for launch in launches]))
+        self._learn([launch.again for launch in launches])
         return True
 
     def _is_open(self) -> bool:
@@ -193,30 +205,32 @@ class Return(_Known):
 
     def again(self, e: Any, cache: Cache, snap: CacheSnapshot, accept: int) -> bool:
         """Restores as before; False, and nothing done, where that may be wrong."""
-        if e is not self._e or cache._c is not self._cache_c:
+        own_e, own_c, c, kept, kept32, stand, idle, most, told, snap_at = self._parts
+        if e is not own_e or cache._c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
-        if self._mark is not CHANGED[0] and not self._is_open():
+        step = 0
+        if stand != idle:
+            step = stand[_STEP]
+            if stand[_STATE] or stand[_ROUND]:
+                return False
+        at = kept[_SNAP_POS]
+        end = at + accept
+        if kept32[_INVALID] or kept[_SNAP_GENERATION] != c[_GENERATION] or not 0 <= at <= end <= most:
             return False
-        c, stand, kept, at = self._c, self._stand, self._snap, self._snap[_SNAP_POS]
-        if stand[_STATE] or stand[_ROUND] or self._snap32[_INVALID] or kept[_SNAP_GENERATION] != c[_GENERATION]:
+        if end > c[POS_WORD] + step and end > c[_REPLAY]:
             return False
-        end, step = self._max_ctx, stand[_STEP]
-        if c[POS_WORD] + step < end:
-            end = max(c[POS_WORD] + step, min(end, c[_REPLAY]))
         length = snap.level
-        frozen, served = self._arranged[0]
+        frozen, calls = self._arranged[0]
         if self._states != frozen:
-            served = self._served()
-        if served is None or length is None or at < 0 or not 0 <= accept <= end - at or not snap.is_whole():
+            calls = self._served()
+        if calls is None or length is None or not snap.is_whole():
             return False
         if accept:
             now = self._read_lens(self._kv) or (length,)
             if now.count(now[0]) != len(now):
                 return False
             length = min(max(now[0], length), length + accept)
-        calls, lengths = served
-        for each in lengths:
-            each.value = length
+        told[0] = length
         if len(calls) > 1:
             run_actions(calls, cache.taint)
         else:
@@ -232,9 +246,9 @@ class Return(_Known):
         if step:  # else no layer has run anything
             for step_ops in cache._step_ops:
                 step_ops.fill(0)
-        stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, at + accept if accept else 0
+        stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, end if accept else 0
         if accept:
             self._cache_c.state = CacheState.PENDING_REPLAY
-        if c[_LOGITS] > at + accept or c[_SNAPSHOTS] != self._snap_at or kept[_NEXT]:
-            cache.give_up(at + accept)
+        if c[_LOGITS] > end or c[_SNAPSHOTS] != snap_at or kept[_NEXT]:
+            cache.give_up(end)
         return True
