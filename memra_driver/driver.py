@@ -517,8 +517,7 @@ def launch_kernel(kernel: int, config: Any, params: int, name: str = "") -> None
 
 def launcher(kernel: int, config: Any, params: int, name: str) -> Callable[[], None]:
     """`launch_kernel`, to be called again and again."""
-    # The bindings' own object, which they need not make for every launch: of a CUkernel they make a CUfunction each time.
-    handle = _cu.CUfunction(kernel)
+    handle = _cu.CUfunction(kernel)  # the bindings' own object: of a CUkernel they make one at every call
 
     def launch() -> None:
         try:
