@@ -198,7 +198,7 @@ class Return(_Known):
         """The copies, by device, that serve where the states lie now, if they are one launch each; else False."""
         launches: list[Launch] = []
         for d, each in enumerate(copies):
-            n, packed = len(cache._counter_layers[d]), cache._planes.get(("counters", None, d))
+            n, packed = len(cache.plan.counter_layers[d]), cache._planes.get(("counters", None, d))
             ready = each.are_few and packed is not None and n < COUNTERS_PER_LAUNCH
             if not ready or not getattr(each.e, "prepares", False):
                 return False
