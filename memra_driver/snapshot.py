@@ -46,7 +46,7 @@ class CacheSnapshot(Closing):
             generation=cache_c.generation,
         )  # fmt: skip
         self._list: list[int | None] = [None] * n_layer
-        self._seen = 0  # the stamp that _list is of
+        self._seen = -1  # the stamp that _list is of; at first of none
         self.conv: list[Any] = [None] * n_layer
         self.ssm: list[Any] = [None] * n_layer
         self.is_closed = False

@@ -49,17 +49,12 @@ def _numbers(struct: Any, offset: int, shape: tuple[int, ...], strides: tuple[in
     return np.ndarray(shape, np.int64, buffer=struct, offset=offset, strides=strides).data
 
 
-def _runs(layers: list[int]) -> list[slice]:
-    """The layers as slices: as few as take each as many as are equally far apart."""
-    runs, at = [], 0
-    while at < len(layers):
-        end = at + 1
-        step = layers[end] - layers[at] if end < len(layers) else 1
-        while end < len(layers) and layers[end] - layers[end - 1] == step:
-            end += 1
-        runs.append(slice(layers[at], layers[end - 1] + 1, step))
-        at = end
-    return runs
+def _evenly(layers: list[int]) -> slice:
+    """These layers as one slice; ModelConfig.layer_kind has all with K/V equally far apart."""
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    found = slice(layers[0], layers[-1] + 1, step) if layers else slice(0)
+    assert list(range(found.stop))[found] == layers
+    return found
 
 
 def _in_turn(actions: list[Action]) -> Action:
@@ -85,23 +80,22 @@ class _Known:
         self._devices = [(each.stream, each.context) for each in cache.devices if hasattr(each, "context")]
         owners = [*cache._owners, *snap._buffers]
         self._watch = OpenWatch(owners) if len(self._devices) == len(cache.devices) else None
-        # What is looked at of all layers at once. The lengths, in runs of layers, and where they are saved; beside them
-        # one number as often: pos, and the first length.
+        # What is looked at of all layers at once: lengths, where they are saved, pos and the first length as often.
         attending = [il for il, layer in enumerate(cache.kv) if layer is not None]
-        runs, n, step, at = _runs(attending), cache._c.n_layer, ctypes.sizeof(KvLayerC), KvLayerC.len.offset
-        lens, saved = _numbers(cache._kv_c, at, (n,), (step,)), _numbers(snap._lens_c, 0, (n,), (8,))
-        self._lens, self._copied = [lens[run] for run in runs], [(lens[run], saved[run]) for run in runs]
+        n, step, at = cache._c.n_layer, ctypes.sizeof(KvLayerC), KvLayerC.len.offset
+        self._lens = _numbers(cache._kv_c, at, (n,), (step,))[_evenly(attending)]
+        self._saved = _numbers(snap._lens_c, 0, (n,), (8,))[_evenly(attending)]
         self._all_pos = self._as_often(cache._c, CacheC.pos.offset)
-        self._all_first = self._as_often(cache._kv_c, at + step * attending[0]) if attending else []
+        self._all_first = self._as_often(cache._kv_c, at + step * min(attending, default=0))
         # Ring and current state.
         ring, state = RecurLayerC.conv_state.offset, RecurLayerC.ssm_state.offset
         strides = state - ring, ctypes.sizeof(RecurLayerC)
         self._states = _numbers(cache._recur_c, ring, (2, n), strides)
         self._arranged: list[tuple[memoryview, Any]] = []  # how the states lay, and what served then
 
-    def _as_often(self, struct: Any, offset: int) -> list[memoryview]:
-        """One number of a struct, in the place of every length."""
-        return [_numbers(struct, offset, (len(lens),), (0,)) for lens in self._lens]
+    def _as_often(self, struct: Any, offset: int) -> memoryview:
+        """One number of a struct, as if it were every length."""
+        return _numbers(struct, offset, (len(self._lens),), (0,))
 
     def is_of(self, e: Any, cache_c: CacheC) -> bool:
         """Whether it is about these, nothing was closed since, and it has room for one more arrangement."""
@@ -137,12 +131,12 @@ class Renewal(_Known):
         super().__init__(mark, e, cache, snap)
         self._parts = (  # what a call looks at, in one look
             e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx, self._lens,
-            self._all_pos,
+            self._all_pos, self._saved,
         )  # fmt: skip
 
     def _has_room(self) -> bool:
         """Whether every length lies within the cache."""
-        return all(0 <= length <= self._max_ctx for lens in self._lens for length in lens)
+        return all(0 <= length <= self._max_ctx for length in self._lens)
 
     def learn(self, copies: list[Copies]) -> None:
         """The copies, by device, that serve where the states lie now."""
@@ -150,7 +144,7 @@ class Renewal(_Known):
 
     def again(self, e: Any, cache_c: CacheC, snap: CacheSnapshot) -> bool:
         """Copies and stamps as before; False, and nothing done, where that may be wrong."""
-        own_e, own_c, c, kept, kept32, stand, idle, most, lens, all_pos = self._parts
+        own_e, own_c, c, kept, kept32, stand, idle, most, lens, all_pos, saved = self._parts
         if e is not own_e or cache_c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
         pos = c[POS_WORD]
@@ -168,8 +162,7 @@ class Renewal(_Known):
             return False
         kept32[_INVALID] = _HALF_WAY
         copy()
-        for live, saved in self._copied:
-            saved[:] = live
+        saved[:] = lens
         kept[_SNAP_POS], kept[_SNAP_GENERATION] = pos, c[_GENERATION]
         snap.stamped(level)
         return True
@@ -187,11 +180,11 @@ class Return(_Known):
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
         self._told_c = _Told()
-        self._raised = list(zip(self._lens, self._as_often(self._told_c, _Told.length.offset), strict=True))
+        self._all_told = self._as_often(self._told_c, _Told.length.offset)
         self._launches: list[Launch] = []  # of all arrangements
         self._parts = (  # what a call looks at, in one look
             e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx,
-            words(self._told_c)[0], ctypes.addressof(snap._c),
+            self._lens, self._saved, words(self._told_c)[0], ctypes.addressof(snap._c),
         )  # fmt: skip
 
     def learn(self, cache: Cache, copies: list[Copies]) -> bool:
@@ -216,7 +209,7 @@ class Return(_Known):
 
     def again(self, e: Any, cache: Cache, snap: CacheSnapshot, accept: int) -> bool:
         """Restores as before; False, and nothing done, where that may be wrong."""
-        own_e, own_c, c, kept, kept32, stand, idle, most, told, snap_at = self._parts
+        own_e, own_c, c, kept, kept32, stand, idle, most, lens, saved, told, snap_at = self._parts
         if e is not own_e or cache._c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
         step = 0
@@ -237,9 +230,9 @@ class Return(_Known):
         if calls is None or length is None or not snap.is_whole():
             return False
         if accept:
-            if self._lens != self._all_first:
+            if lens != self._all_first:
                 return False
-            now = self._lens[0][0] if self._lens else length
+            now = lens[0] if len(lens) else length
             length = length + accept if now >= length + accept else max(now, length)
         told[0] = length
         if len(calls) > 1:
@@ -252,8 +245,7 @@ class Return(_Known):
             except BaseException:
                 cache.taint()
                 raise
-        for live, new in self._raised if accept else self._copied:
-            live[:] = new
+        lens[:] = self._all_told if accept else saved
         if step:  # else no layer has run anything
             for step_ops in cache._step_ops:
                 step_ops.fill(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches import POLICY, Feed, attention_only, device_counters, image, put, sequence, tiny
+from caches import POLICY, Feed, attention_only, device_counters, gemma, image, put, sequence, tiny
 from standin import StandIn
 
 from memra_driver import ops
@@ -53,7 +53,10 @@ def known(e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         cache.rollback(e, snap, 0)
 
 
-@pytest.mark.parametrize("cfg", [tiny(), attention_only(), tiny(n_layer=3)], ids=["8", "full", "linear"])
+@pytest.mark.parametrize(
+    "cfg", [tiny(), attention_only(), tiny(n_layer=3), tiny(n_layer=4), gemma(shared=2)],
+    ids=["8", "full", "linear", "one full", "gemma"],
+)  # fmt: skip
 @pytest.mark.parametrize("advance", [True, False], ids=["closed step", "open step"])
 def test_rounds_of_speculation_are_those_of_a_cache_that_knows_nothing(cuda: Any, cfg: Any, advance: bool) -> None:
     with new(cuda, cfg) as mine, new(cuda, cfg) as other:
@@ -95,6 +98,46 @@ def test_layers_of_different_lengths_are_restored_one_by_one(cuda: Any) -> None:
             assert snap.kv_len == [None, None, None, 5, None, None, None, 4]
             cache.rollback(cuda, snap, 0)
             assert device_counters(cache) == ({3: 5, 7: 4}, {4})
+
+
+@pytest.mark.parametrize("il", [1, 3, 5])
+def test_one_layer_that_stands_elsewhere_is_seen_wherever_it_is(cuda: Any, il: int) -> None:
+    with new(cuda, tiny(n_layer=7, full_attention_interval=2)) as cache:
+        Feed(cache).step(4)
+        with cache.snapshot(cuda) as snap:
+            known(cuda, cache, snap)
+            for layer in filter(None, cache.kv):
+                layer._c.len = 7
+            cache.kv[il]._c.len, cache._c.pos = 5, 7  # type: ignore[union-attr]
+            cache.rollback(cuda, snap, 2)
+            assert device_counters(cache) == ({1: 6, 3: 6, 5: 6} | {il: 5}, {4})
+            cache.rollback(cuda, snap, 0)
+            cache.kv[il]._c.len = 9  # type: ignore[union-attr]
+            cache.snapshot_into(cuda, snap)
+            assert snap.kv_len == [{1: 4, 3: 4, 5: 4, il: 9}.get(each) for each in range(7)]
+
+
+def test_a_length_changed_in_a_list_handed_out_is_restored(cuda: Any) -> None:
+    with new(cuda) as cache:
+        Feed(cache).step(4)
+        with cache.snapshot(cuda) as snap:
+            known(cuda, cache, snap)
+            snap.kv_len[7] = 2
+            cache.rollback(cuda, snap, 0)
+            assert device_counters(cache) == ({3: 4, 7: 2}, {4})
+            cache.snapshot_into(cuda, snap)
+            assert snap.kv_len == [None, None, None, 4, None, None, None, 2]
+
+
+def test_the_count_of_renewals_goes_round(cuda: Any) -> None:
+    with new(cuda) as cache, cache.snapshot(cuda) as snap:
+        known(cuda, cache, snap)
+        snap._c.stamps = 2**32 - 1
+        Feed(cache).step(2)
+        Feed(cache).step(2)  # the states lie as they did
+        cache.snapshot_into(cuda, snap)
+        assert (snap._c.stamps, snap.invalid) == (0, "")
+        assert snap.kv_len == [None, None, None, 4, None, None, None, 4]
 
 
 def test_so_they_are_where_there_are_no_states_that_would_show_it(cuda: Any) -> None:
