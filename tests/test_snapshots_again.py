@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from caches import POLICY, Feed, attention_only, device_counters, gemma, image, put, sequence, tiny
 from standin import StandIn
 
-from memra_driver import ops
+from memra_driver import driver, ops
 from memra_driver.cache import Cache, CacheSnapshot, CacheState
 from memra_driver.errors import DriverError, MemraError, StateError
 from memra_driver.layout import Recorder
@@ -162,6 +163,20 @@ def test_a_call_that_is_known_is_one_copy_or_one_launch_and_what_a_copy_must_ask
             assert asked(standin, lambda: cache.snapshot_into(cuda, snap)) == ["cuCtxGetId", "cuMemcpyDtoDAsync"]
             assert asked(standin, lambda: cache.rollback(cuda, snap, 0)) == ["restore"]
             cuda.zeros(8).close()  # something ended, but nothing of these
+
+
+def test_a_copy_of_another_context_s_is_refused_before_it_is_made(cuda: Any, standin: StandIn) -> None:
+    """A context that was reset may stand at the address of the one that was."""
+
+    def refuse() -> None:
+        raise StateError("gone")
+
+    a, b, ctx = cuda.zeros(8), cuda.zeros(8), cuda.context.handle
+    for ctx_id, calls in ((driver.ctx_get_id(ctx), ["cuCtxGetId", "cuMemcpyDtoDAsync"]), (77, ["cuCtxGetId"])):
+        copy = driver.copier(a.ptr, b.ptr, a.nbytes, cuda.stream.handle, ctx, ctx_id, refuse)
+        with contextlib.suppress(StateError):
+            assert asked(standin, copy) == calls
+        assert [each.name for each in standin.trace()] == calls
 
 
 def test_two_devices_are_known_too(make_dev: MakeDev, standin: StandIn) -> None:
