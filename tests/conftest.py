@@ -53,6 +53,7 @@ DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "t
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
     parser.addoption("--not-through-c", action="store_true", help="leaves out the second turn, through the C library")
+    parser.addoption("--part", metavar="I/N", help="of all tests the I-th, and every N-th behind it")
     parser.addoption("--seed", type=int, help="of deferred mode, for the files that also run in it; drawn if not given")
     parser.addoption(
         "--deferred", metavar="SEED", type=int,
@@ -138,7 +139,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def belongs(item: pytest.Item) -> bool:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in params.values())
+        devices = [value for name, value in params.items() if name != "by"]  # "by": who has a count, not where it runs
+        on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in devices)
         if on_host and (params.get("cuda_kind") == "c" or params.get("deferred")):
             return False
         if not gpu:
@@ -147,9 +149,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         uses_cuda = "make_dev" in fixtures or item.get_closest_marker("gpu") is not None
         return uses_cuda and not on_host and item.get_closest_marker("standin") is None and "standin" not in fixtures
 
-    left_out = [item for item in items if not belongs(item)]
-    items[:] = [item for item in items if belongs(item)]
-    config.hook.pytest_deselected(items=left_out)
+    first, every = map(int, (config.getoption("--part") or "1/1").split("/"))
+    kept = [item for item in items if belongs(item)][first - 1 :: every]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

@@ -157,6 +157,7 @@ class _Record(ctypes.Structure):
         ("device", ctypes.c_int32),
         ("code", ctypes.c_int32),
         ("captured", ctypes.c_int32),
+        ("early", ctypes.c_int32),
     ]
 
 
@@ -175,6 +176,7 @@ class Call(NamedTuple):
     In deferred mode that is what it returned as it was asked, also where the work fails later.
     `captured`: the call became a node of a graph and ran nothing. The nodes of a launch follow its cuGraphLaunch;
     their name is "node", `node` is the call that was captured, the rest is as that call had it.
+    `early`: a launch that may begin before the kernel in front of it has ended.
     """
 
     name: str
@@ -190,13 +192,14 @@ class Call(NamedTuple):
     code: int
     node: str
     captured: bool
+    early: bool
 
 
 def _call(r: _Record) -> Call:
     return Call(
         r.call.decode(), r.stream, r.dst, r.src, r.bytes, (r.kernel or b"").decode(),
         tuple(r.grid), tuple(r.block), r.smem, r.device, r.code,
-        (r.node or b"").decode(), bool(r.captured),
+        (r.node or b"").decode(), bool(r.captured), bool(r.early),
     )  # fmt: skip
 
 

@@ -219,6 +219,34 @@ def test_every_operation_is_one_launch_on_the_owners_stream(e: Any, standin: Sta
         cache.advance(e, rows)
 
 
+@pytest.mark.parametrize("cuda_kind", ["cuda", "c"], indirect=True)
+@pytest.mark.parametrize(
+    ("capability", "version", "early"),
+    [((9, 0), 12030, True), ((9, 0), 12020, False), ((8, 0), 13000, False)],
+)
+def test_a_launch_may_begin_before_the_one_in_front_has_ended_where_gpu_and_driver_can(
+    make_dev: MakeDev, standin: StandIn, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int,
+    early: bool,
+) -> None:  # fmt: skip
+    """Also one that is captured; the stand-in refuses to begin early where a GPU or driver could not."""
+    monkeypatch.setattr("cuda.bindings.driver.CUDA_VERSION", 12000)  # those of 13 refuse older drivers
+    standin.set_driver_version(version)
+    for attribute, value in zip((75, 76), capability, strict=True):
+        standin.set_attribute(0, attribute, value)
+    e = make_dev("cuda")
+    with Cache.new(e, tiny(), 32, policy=POLICY) as cache:
+        k, v = (put(e, np.ones((1, cache.kv_layer(3).kv_dim_k), np.float32)) for _ in range(2))
+        with e.capture() as graph:
+            ops.append_kv(e, cache, 3, k, v)
+            cache.advance(e, 1)
+        ops.append_kv(e, cache, 3, k, v)
+        cache.advance(e, 1)
+        graph.close()
+    launches = standin.calls("cuLaunchKernelEx")
+    assert {launch.captured for launch in launches if launch.kernel == "append_kv"} == {True, False}
+    assert {launch.early for launch in launches} == {early}
+
+
 def test_nothing_but_reading_waits(e: Any, standin: StandIn, cache: Cache) -> None:
     standin.clear_trace()
     feed = Feed(cache)

@@ -49,6 +49,7 @@ struct fake_record {
     int32_t device;         // the device that the call worked on, -1 where none
     int32_t code;           // what the call returned
     int32_t captured;       // became a node of a graph instead of running
+    int32_t early;          // a launch that may begin before the kernel in front of it has ended
 };
 
 // ---------------------------------------------------------------- objects

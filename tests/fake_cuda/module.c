@@ -2,7 +2,10 @@
 #include "fake.h"
 #include <dlfcn.h>
 
-enum { STATIC_SHARED = 49152, SHARED_OPTIN = 232448 };
+enum {
+    STATIC_SHARED = 49152, SHARED_OPTIN = 232448,
+    CAPABILITY_MAJOR = 75, PROGRAMMATIC_STREAM_SERIALIZATION = 6 // CUdevice_attribute, CUlaunchAttributeID
+};
 
 void *kernel_symbol(struct library *library, const char *name) { return dlsym(library->code, name); }
 
@@ -260,6 +263,8 @@ static CUresult launch(struct call *call, struct kernel *kernel, struct op *op, 
         return fake_misuse(call, INVALID_HANDLE, "%s: context of device %d, stream of device %d", kernel->name,
                            context->device, stream->context->device);
     if (extra) return fake_misuse(call, NOT_SUPPORTED, "%s: parameters in `extra`", kernel->name);
+    const bool can = S.device[context->device].attribute[CAPABILITY_MAJOR] >= 9 && S.driver_version >= 12030;
+    if (call->record.early && !can) return fake_misuse(call, NOT_SUPPORTED, "%s: begins early", kernel->name);
     if (kernel->params->count && !params) return fake_misuse(call, INVALID_VALUE, "%s: no parameters", kernel->name);
     code = check_shape(call, kernel, op);
     if (code) return code;
@@ -276,10 +281,15 @@ API CUresult cuLaunchKernel(struct kernel *kernel, unsigned gx, unsigned gy, uns
     DONE(launch(&call, kernel, &op, handle, params, extra));
 }
 
+struct launch_attribute { // CUlaunchAttribute
+    int id;
+    union { char pad[64]; int allowed; uint64_t align; } value;
+};
+
 struct launch_config { // CUlaunchConfig
     unsigned grid[3], block[3], smem;
     void *stream;
-    void *attributes;
+    const struct launch_attribute *attributes;
     unsigned n_attributes;
 };
 
@@ -288,5 +298,10 @@ API CUresult cuLaunchKernelEx(const struct launch_config *c, struct kernel *kern
            .block = {c->block[0], c->block[1], c->block[2]}, .smem = c->smem);
     struct op op = {.kind = OP_LAUNCH, .grid = {c->grid[0], c->grid[1], c->grid[2]},
                     .block = {c->block[0], c->block[1], c->block[2]}, .smem = c->smem};
+    for (unsigned i = 0; i < c->n_attributes; i++) {
+        const struct launch_attribute *a = &c->attributes[i];
+        if (a->id != PROGRAMMATIC_STREAM_SERIALIZATION) MISUSE(NOT_SUPPORTED, "launch attribute %d", a->id);
+        call.record.early = a->value.allowed;
+    }
     DONE(launch(&call, kernel, &op, c->stream, params, extra));
 }

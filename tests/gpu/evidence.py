@@ -39,20 +39,20 @@ RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
     ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
 )
-# Of tests/test_*.py, what a process runs. The operations run through C under memcheck alone: the other tools watch
-# kernels, which are the same whoever launches them.
-SANITIZED = (
-    ("kernels", "offsets", "special_values"),
-    ("kernels_batch", "recur_step"),
-    ("kernels_recurrent", "health_matrix"),
-    ("attend",),
-    ("attend_pipe",),
-    ("steps", "taps"),
-    ("batch", "ops"),
-    ("round", "rollback"),
-    ("snapshots", "graph", "replayed_clock"),
-)
-SANITIZED_SECONDS = 360  # for all of them
+# Groups of tests/test_*.py that share processes: in how many parts under memcheck, under racecheck, under the others.
+# The operations run through C under memcheck alone: the other tools watch kernels, the same whoever launches them.
+SANITIZED = {
+    ("round", "rollback"): (4, 2, 1),
+    ("attend_pipe", "attend_folds"): (1, 3, 1),
+    ("attend",): (2, 3, 1),
+    ("batch", "ops"): (3, 1, 1),
+    ("snapshots", "graph", "replayed_clock"): (3, 1, 1),
+    ("kernels_recurrent", "health_matrix"): (2, 1, 1),
+    ("steps", "taps"): (2, 1, 1),
+    ("kernels", "offsets", "special_values"): (1, 1, 1),
+    ("kernels_batch", "recur_step"): (1, 1, 1),
+}
+SANITIZED_SECONDS = 480  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
 
@@ -139,23 +139,28 @@ def sanitizers() -> list[Line]:
 def tests() -> list[Line]:
     """Every tool over every group, as many at a time as cores; what tests make fail on purpose is no error."""
     end = time.monotonic() + SANITIZED_SECONDS
-    pairs = [(tool, group) for tool in TOOLS for group in SANITIZED]  # memcheck, which has most to do, first
+    parts = {tool: min(i, 2) for i, tool in enumerate(TOOLS)}
+    runs = [  # memcheck, which has most to do, first
+        (tool, group, f"{i + 1}/{counts[parts[tool]]}")
+        for tool in TOOLS for group, counts in SANITIZED.items() for i in range(counts[parts[tool]])
+    ]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(lambda pair: sanitized_group(*pair, end), pairs))
+        done = list(pool.map(lambda run: sanitized_group(*run, end), runs))
     tools: dict[str, dict[str, Any]] = {}
-    for (tool, group), (_, passed, said, _) in zip(pairs, done, strict=True):
-        tools.setdefault(tool, {})[" ".join(group)] = {"said": said, "passed": passed}
+    for (tool, group, part), (_, passed, said, _) in zip(runs, done, strict=True):
+        tools.setdefault(tool, {})[f"{' '.join(group)}, {part}"] = {"said": said, "passed": passed}
     keep("sanitized_tests", {"command": "compute-sanitizer --tool TOOL pytest --gpu FILES", "tools": tools})
     return done
 
 
-def sanitized_group(tool: str, group: tuple[str, ...], end: float) -> Line:
-    """What a tool says of the tests of a group; they are given up where they are not done at `end`."""
+def sanitized_group(tool: str, group: tuple[str, ...], part: str, end: float) -> Line:
+    """What a tool says of a part of the tests of a group; they are given up where they are not done at `end`."""
     begin = time.monotonic()
     files = [f"tests/test_{name}.py" for name in group]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "pytest", "-q", "--gpu", "-n", "0", "-p", "no:cacheprovider", *files]
+    command += [sys.executable, "-m", "pytest", "-qx", "--gpu", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["--part", part, *files]
     command += [] if tool == "memcheck" else ["--not-through-c"]
     process = subprocess.Popen(
         command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -172,8 +177,8 @@ def sanitized_group(tool: str, group: tuple[str, ...], end: float) -> Line:
     passed = process.returncode == 0 and bool(summary)
     said = f"{summary[-1] if summary else 'no summary'}; {ran[-1] if ran else last_line(text)}"
     if not passed:
-        print(f"$ {tool} {' '.join(group)}\n{text[-3000:]}")
-    return f"{tool}, {group[0]} ..", passed, said, time.monotonic() - begin
+        print(f"$ {tool} {' '.join(group)} {part}\n{text[-8000:]}")
+    return f"{tool}, {group[0]} {part}", passed, said, time.monotonic() - begin
 
 
 def embed() -> list[Line]:
