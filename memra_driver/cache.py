@@ -93,10 +93,6 @@ class Cache(CacheClock):
             RecurLayer(self._recur_c[il], plan, il, self.devices[d], self._planes) if has_state else None
             for il, (d, _, has_state) in enumerate(plan.kinds)
         ]
-        # Per device: len_d of its layers in layer order, then pos_d: the packed counters of the arena.
-        self._counter_layers = [
-            [il for il, (at, has_kv, _) in enumerate(plan.kinds) if has_kv and at == d] for d in range(plan.n_devices)
-        ]
         for d, (c, e) in enumerate(zip(self._devices_c, self.devices, strict=True)):
             for name in ("pos_d", "health", "counters", "states"):
                 if (name, None, d) in self._planes:
@@ -125,9 +121,6 @@ class Cache(CacheClock):
                     plane = self._planes[name, row.layer, row.device]
                     layout.put_slice(getattr(self._c, name), plane, ordinal(self.devices[row.device]))
         self._step_ops = tuple(layout.column(c, "step_ops", np.uint32) for c in (self._kv_c, self._recur_c))
-        self._lens = layout.column(self._kv_c, "len", np.int64)
-        self._states = tuple(layout.column(self._recur_c, name, np.uint64) for name in ("conv_state", "ssm_state"))
-        self._attends = np.array([layer is not None for layer in self.kv])
         self._attending = [(il, layer) for il, layer in enumerate(self.kv) if layer is not None]
         self.cfg = cfg
         self.prepared = {}
@@ -233,10 +226,13 @@ class Cache(CacheClock):
 
         A failure in the middle invalidates the snapshot, not the cache. Waits for nothing.
         """
-        mark = CHANGED[0]
         known = snap.renewal if type(snap) is CacheSnapshot else None
-        if known is not None and known.again(e, self._c, snap):
-            return
+        if known is None or not known.again(e, self._c, snap):
+            self._renew(e, snap)
+
+    def _renew(self, e: Any, snap: CacheSnapshot) -> None:
+        """A snapshot_into with every check."""
+        mark = CHANGED[0]
         self.check_device(e)
         self.check_settled("snapshot_into")
         self.check_owner(snap)
@@ -255,12 +251,15 @@ class Cache(CacheClock):
         after any number of swaps. Enqueues one launch per arena device, where all layers took part; waits for
         nothing. Raises SnapshotError, CapacityError (accept_len), StateError.
         """
-        mark = CHANGED[0]
         if type(accept_len) is not int:
             accept_len = operator.index(accept_len)
         known = snap.way_back if type(snap) is CacheSnapshot else None
-        if known is not None and known.again(e, self, snap, accept_len):
-            return
+        if known is None or not known.again(e, self, snap, accept_len):
+            self._go_back(e, snap, accept_len)
+
+    def _go_back(self, e: Any, snap: CacheSnapshot, accept_len: int) -> None:
+        """A rollback with every check."""
+        mark = CHANGED[0]
         self.check_device(e)
         self.check_not_recording("rollback")
         self.check_state("rollback", CacheState.READY, CacheState.PENDING_REPLAY, CacheState.TAINTED)
@@ -333,7 +332,7 @@ class Cache(CacheClock):
             names = ("conv_state", "ssm_state", "ssm_state_alt")
             planes = [row for row in self.plan.planes if row.device == d and row.plane in names]
             actions += zero_actions(device, [self._planes[row.plane, row.layer, d] for row in planes])
-            actions += self._counter_actions(d, dict.fromkeys(self._counter_layers[d], 0), 0)
+            actions += self._counter_actions(d, dict.fromkeys(self.plan.counter_layers[d], 0), 0)
         self._run_and_end_round(actions)
         for layer in filter(None, self.kv):
             layer.len = 0
@@ -450,7 +449,8 @@ class Cache(CacheClock):
 
         A snapshot as it was made has the copies of each arrangement of the states that it met.
         """
-        key = restore, *(pointers.tobytes() for pointers in self._states)
+        rings, states = (layout.column(self._recur_c, name, np.uint64) for name in ("conv_state", "ssm_state"))
+        key = restore, rings.tobytes(), states.tobytes()
         known = snap.copies.get(key) if snap.is_as_made() else None
         if known is None:
             self.check_shapes(what, snap)
@@ -472,4 +472,5 @@ class Cache(CacheClock):
 
     def _stamp(self, snap: CacheSnapshot) -> None:
         """Notes in snap where the cache stands, once its copies are enqueued."""
-        snap.stamp(self._lens, self._attends, self.pos, self.generation)
+        attends = np.array([has_kv for _, has_kv, _ in self.plan.kinds])
+        snap.stamp(layout.column(self._kv_c, "len", np.int64), attends, self.pos, self.generation)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 class CacheClock(CacheBeside):
     """How a cache moves, and how host and device agree on where it stands; `Cache` builds on it."""
 
-    _counter_layers: list[list[int]]
     _known_advance: Advance | None = None
     _snapshots: weakref.WeakSet[CacheSnapshot]
 
@@ -202,7 +201,7 @@ class CacheClock(CacheBeside):
             if not moved:
                 actions += self._counter_actions(d, lens, pos)
                 continue
-            layers = self._counter_layers[d]
+            layers = self.plan.counter_layers[d]
             counters = [self.kv_layer(il).len_d for il in layers]
             chosen = [i for i, il in enumerate(layers) if il in lens]
             pos_d, health = self._planes["pos_d", None, d], self._planes["health", None, d]
@@ -243,7 +242,7 @@ class CacheClock(CacheBeside):
 
     def _counter_actions(self, d: int, lens: dict[int, int], pos: int) -> list[Action]:
         """Stamps len_d of the layers of `lens` that live on device d, and its pos_d."""
-        layers = self._counter_layers[d]
+        layers = self.plan.counter_layers[d]
         mine = [lens[il] for il in layers if il in lens] if lens else []
         if not mine or (len(mine) == len(layers) < COUNTERS_PER_LAUNCH and mine.count(mine[0]) == len(mine)):
             action = self._counter_launch(d, len(mine), mine[0] if mine else pos, pos)
@@ -254,7 +253,7 @@ class CacheClock(CacheBeside):
 
     def _counters(self, d: int, lens: dict[int, int], pos: int) -> tuple[list[Any], dict[int, int], Any]:
         """The counters of device d, by index the values of those of `lens` and of pos_d, the plane of all or None."""
-        layers = self._counter_layers[d]
+        layers = self.plan.counter_layers[d]
         counters = [self.kv_layer(il).len_d for il in layers] + [self._planes["pos_d", None, d]]
         values = {i: lens[il] for i, il in enumerate(layers) if il in lens} | {len(layers): pos}
         return counters, values, self._planes.get(("counters", None, d))

@@ -349,11 +349,11 @@ def copier(
     before the copy and may raise.
     """
     arguments, context = (_cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)), _cu.CUcontext(ctx)
+    alive = _cu.CUresult.CUDA_SUCCESS, ctx_id
 
     def copy() -> None:
         try:
-            found = ctx_id is not None and _cu.cuCtxGetId(context)
-            if not found or found[0] or found[1] != ctx_id:
+            if ctx_id is None or _cu.cuCtxGetId(context) != alive:
                 refuse()
             status = _cu.cuMemcpyDtoDAsync(*arguments)[0]
         except (RuntimeError, ValueError) as error:
@@ -517,7 +517,7 @@ def launch_kernel(kernel: int, config: Any, params: int, name: str = "") -> None
 
 def launcher(kernel: int, config: Any, params: int, name: str) -> Callable[[], None]:
     """`launch_kernel`, to be called again and again."""
-    handle = _cu.CUkernel(kernel)  # the bindings' own object, which they need not make for every launch
+    handle = _cu.CUfunction(kernel)  # the bindings' own object: of a CUkernel they make one at every call
 
     def launch() -> None:
         try:

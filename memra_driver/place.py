@@ -99,7 +99,7 @@ class Planes(Mapping[Key, Any]):
     def apart(self, name: str, first: int, second: int, d: int) -> int:
         """Elements from where plane `name` of one layer begins in the arena to where that of another does."""
         (begin, _, dtype), (end, _, _) = self._cuts[name, first, d], self._cuts[name, second, d]
-        return (end - begin) // np.dtype(dtype).itemsize
+        return int((end - begin) // np.dtype(dtype).itemsize)
 
     def span(self, name: str, first: int, last: int, d: int) -> Any:
         """The arena from plane `name` of layer `first` to the end of that of layer `last`, with what lies between."""

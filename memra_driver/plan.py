@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
+from typing import Any
 
 from memra_driver.config import LayerKind, ModelConfig, SsmConfig
 from memra_driver.errors import ConfigError
@@ -132,25 +133,33 @@ class CachePlan:
             return cls(cfg, max_ctx, policy, options, fence, placement=placement)
 
     @functools.cached_property
-    def cuts(self) -> dict[tuple[str, int | None, int], tuple[int, int, str]]:
+    def cuts(self) -> dict[tuple[str, int | None, int], tuple[int, int, Any]]:
         """Byte offset, elements and dtype in its arena of each plane, by name, layer and device.
 
         With "counters", the packed len_d and pos_d of a device, and "states", what a snapshot keeps of it.
         """
-        cuts: dict[tuple[str, int | None, int], tuple[int, int, str]] = {}
+        cuts: dict[tuple[str, int | None, int], tuple[int, int, Any]] = {}
         for row in self.planes:
-            cuts[row.plane, row.layer, row.device] = row.offset, row.len, DTYPE_NAMES[row.dtype].name
+            cuts[row.plane, row.layer, row.device] = row.offset, row.len, DTYPE_NAMES[row.dtype]
         for device in self.per_device:
             d, (begin, end) = device.device, device.snapshot
             packed = [row.offset for row in self.planes if row.device == d and row.dtype == "i32"]
-            cuts["counters", None, d] = min(packed), len(packed), DTYPE_NAMES["i32"].name
-            cuts["states", None, d] = begin, (end - begin) // 4, DTYPE_NAMES["f32"].name
+            cuts["counters", None, d] = min(packed), len(packed), DTYPE_NAMES["i32"]
+            cuts["states", None, d] = begin, (end - begin) // 4, DTYPE_NAMES["f32"]
         return cuts
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[int, bool, bool], ...]:
         """Device index, and whether it gets K/V planes and recurrent state, of each layer."""
         return tuple((self.device_of(il), self.has_kv(il), self.has_state(il)) for il in range(self.cfg.n_layer))
+
+    @functools.cached_property
+    def counter_layers(self) -> tuple[tuple[int, ...], ...]:
+        """The layers with K/V of each device: in its arena their len_d lie side by side, behind them its pos_d."""
+        return tuple(
+            tuple(il for il, (at, has_kv, _) in enumerate(self.kinds) if has_kv and at == d)
+            for d in range(self.n_devices)
+        )
 
     # What the layers are.
 

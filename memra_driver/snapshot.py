@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memra_driver.cache import Cache
 
 _VALID = int(Invalid.VALID)
-_INVALID_AND_STAMPS = slice(SnapshotC.invalid.offset, SnapshotC.invalid.offset + 8)  # stamps is the upper half
+_INVALID, _STAMPS = SnapshotC.invalid.offset // 4, SnapshotC.stamps.offset // 4  # where they lie, in words of 4 bytes
 
 
 class CacheSnapshot(Closing):
@@ -46,7 +46,7 @@ class CacheSnapshot(Closing):
             generation=cache_c.generation,
         )  # fmt: skip
         self._list: list[int | None] = [None] * n_layer
-        self._seen = 0  # the stamp that _list is of
+        self._seen = -1  # the stamp that _list is of; at first of none
         self.conv: list[Any] = [None] * n_layer
         self.ssm: list[Any] = [None] * n_layer
         self.is_closed = False
@@ -58,9 +58,9 @@ class CacheSnapshot(Closing):
         self._has_clones = False
         self._saved = np.ndarray(n_layer, np.int64, buffer=self._lens_c)
         self._lens = memoryview(self._lens_c)
-        self._stamped = b""  # what was saved at last
+        self._stamped: bytes | None = None  # what was saved at last; None once somebody has _list, and may change it
         self.level: int | None = None  # the one length of all layers in that
-        self._stamps = memoryview(self._c).cast("B")[_INVALID_AND_STAMPS].cast("Q")
+        self._c32 = layout.words(self._c)[1]
         self._c.next, cache_c.snapshots = cache_c.snapshots, ctypes.pointer(self._c)
         self._unlink = weakref.finalize(self, _unlink, cache_c, self._c)
         self._unlink.atexit = False
@@ -70,11 +70,12 @@ class CacheSnapshot(Closing):
         """K/V length of each layer, None where it has none; the list may be changed."""
         if self._seen != self._c.stamps:
             self._list, self._seen = [None if n < 0 else n for n in self._lens_c], self._c.stamps
+        self._stamped = None
         return self._list
 
     @kv_len.setter
     def kv_len(self, lens: Sequence[int | None]) -> None:
-        self._list, self._seen = list(lens), self._c.stamps
+        self._list, self._seen, self._stamped = list(lens), self._c.stamps, None
 
     @property
     def invalid(self) -> str:
@@ -119,12 +120,12 @@ class CacheSnapshot(Closing):
 
     def stamped(self, level: int | None) -> None:
         """All that is saved stands in it: it is valid. level: the length of every layer; None where they differ."""
-        self._stamped, self.level, stamps = self._lens.tobytes(), level, self._stamps
-        stamps[0] = ((stamps[0] >> 32) + 1 & 0xFFFF_FFFF) << 32 | _VALID
+        self._stamped, self.level, c32 = self._lens.tobytes(), level, self._c32
+        c32[_STAMPS], c32[_INVALID] = c32[_STAMPS] + 1 & 0xFFFF_FFFF, _VALID
 
     def is_as_stamped(self) -> bool:
         """Whether kv_len is what `stamp` wrote: nobody has asked for the list, or written to the C struct."""
-        return self._seen != self._c.stamps and self._saved.tobytes() == self._stamped
+        return self._lens.tobytes() == self._stamped
 
     def lens(self) -> list[Any]:
         """kv_len, to be read: -1 or None where a layer has none."""
@@ -142,7 +143,7 @@ class CacheSnapshot(Closing):
 
     def is_whole(self) -> bool:
         """Whether conv and ssm are the planes that it was born with, and kv_len is what `stamp` wrote."""
-        if self._seen == self._stamps[0] >> 32 or self._lens.tobytes() != self._stamped:
+        if self._lens.tobytes() != self._stamped:
             return False
         try:
             return (self.conv, self.ssm) == self._made

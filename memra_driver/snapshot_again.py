@@ -6,16 +6,14 @@ was done, and the usual way, which knows every rule, says what is wrong: no rule
 
 from __future__ import annotations
 
-import array
 import ctypes
-import struct
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from memra_driver.errors import MemraError
 from memra_driver.graph import open_captures
 from memra_driver.layout import (
-    LEN_WORD,
     POS_WORD,
     CacheC,
     CacheState,
@@ -28,7 +26,7 @@ from memra_driver.layout import (
     words,
 )  # fmt: skip
 from memra_driver.memory import CHANGED, OpenWatch
-from memra_driver.place import COUNTERS_PER_LAUNCH, Copies, restore_arguments, run_actions
+from memra_driver.place import COUNTERS_PER_LAUNCH, Action, Copies, restore_arguments, run_actions
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -41,36 +39,34 @@ _REPLAY, _GENERATION, _LOGITS, _SNAPSHOTS = (
     getattr(CacheC, name).offset // 8 for name in ("replay_to", "generation", "logits_at", "snapshots")
 )
 _STATE, _STEP, _ROUND = range(3)
+_PENDING_REPLAY = int(CacheState.PENDING_REPLAY)  # of _STATE, whose upper half says that nobody records
 _SNAP_POS, _SNAP_GENERATION, _NEXT = (getattr(SnapshotC, name).offset // 8 for name in ("pos", "generation", "next"))
 _INVALID, _HALF_WAY = SnapshotC.invalid.offset // 4, int(Invalid.HALF_WAY)
 
 
-def _of_layers(structs: Any, word: int) -> memoryview:
-    """One word of the struct of each layer."""
-    return words(structs)[0][word :: ctypes.sizeof(structs._type_) // 8]
+def _numbers(struct: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> memoryview:
+    """Numbers of 8 bytes in the memory of a struct, as they are at any time: equal to others in one comparison."""
+    return np.ndarray(shape, np.int64, buffer=struct, offset=offset, strides=strides).data
 
 
-def _reader(layers: list[int]) -> Callable[[memoryview], tuple[int, ...]]:
-    """Reads len of these layers out of the bytes of all."""
-    text, at = "=", 0
-    for il in layers:
-        begin = il * ctypes.sizeof(KvLayerC) + KvLayerC.len.offset
-        text += f"{begin - at}xq"
-        at = begin + KvLayerC.len.size
-    return struct.Struct(text).unpack_from
+def _evenly(layers: list[int]) -> slice:
+    """These layers as one slice; ModelConfig.layer_kind has all with K/V equally far apart."""
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    found = slice(layers[0], layers[-1] + 1, step) if layers else slice(0)
+    assert list(range(found.stop))[found] == layers
+    return found
 
 
-def _runs(layers: list[int]) -> list[slice]:
-    """The layers as slices: as few as take each as many as are equally far apart."""
-    runs, at = [], 0
-    while at < len(layers):
-        end = at + 1
-        step = layers[end] - layers[at] if end < len(layers) else 1
-        while end < len(layers) and layers[end] - layers[end - 1] == step:
-            end += 1
-        runs.append(slice(layers[at], layers[end - 1] + 1, step))
-        at = end
-    return runs
+def _in_turn(actions: list[Action]) -> Action:
+    """One call that makes all of them."""
+    if len(actions) == 1:
+        return actions[0]
+
+    def run() -> None:
+        for action in actions:
+            action()
+
+    return run
 
 
 class _Known:
@@ -79,20 +75,27 @@ class _Known:
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         self._mark, self._e = mark, e  # mark: of CHANGED, from before the checks
         self._cache_c, self._max_ctx, self._snap_c = cache._c, cache.max_ctx, snap._c
-        self._c, self._stand, (self._snap, self._snap32) = words(cache._c)[0], stand_of(cache._c), words(snap._c)
+        self._c, (self._snap, self._snap32) = words(cache._c)[0], words(snap._c)
+        self._stand, self._idle = stand_of(cache._c), ready_stand(0, 0)
         self._devices = [(each.stream, each.context) for each in cache.devices if hasattr(each, "context")]
         owners = [*cache._owners, *snap._buffers]
         self._watch = OpenWatch(owners) if len(self._devices) == len(cache.devices) else None
-        # What is read of all layers at once: the lengths; and strided views of these and of where they are saved, in
-        # runs of layers, and of the states.
+        # What is looked at of all layers at once: lengths, where they are saved, pos and the first length as often.
         attending = [il for il, layer in enumerate(cache.kv) if layer is not None]
-        self._kv, self._n_kv, self._read_lens = memoryview(cache._kv_c).cast("B"), len(attending), _reader(attending)
-        lens, saved = _of_layers(cache._kv_c, LEN_WORD), words(snap._lens_c)[0]
-        self._lens = [(lens[run], saved[run]) for run in _runs(attending)]
-        self._states = [
-            _of_layers(cache._recur_c, field.offset // 8) for field in (RecurLayerC.conv_state, RecurLayerC.ssm_state)
-        ]
-        self._arranged: list[tuple[list[memoryview], Any]] = []  # how the states lay, and what served then
+        n, step, at = cache._c.n_layer, ctypes.sizeof(KvLayerC), KvLayerC.len.offset
+        self._lens = _numbers(cache._kv_c, at, (n,), (step,))[_evenly(attending)]
+        self._saved = _numbers(snap._lens_c, 0, (n,), (8,))[_evenly(attending)]
+        self._all_pos = self._as_often(cache._c, CacheC.pos.offset)
+        self._all_first = self._as_often(cache._kv_c, at + step * min(attending, default=0))
+        # Ring and current state.
+        ring, state = RecurLayerC.conv_state.offset, RecurLayerC.ssm_state.offset
+        strides = state - ring, ctypes.sizeof(RecurLayerC)
+        self._states = _numbers(cache._recur_c, ring, (2, n), strides)
+        self._arranged: list[tuple[memoryview, Any]] = []  # how the states lay, and what served then
+
+    def _as_often(self, struct: Any, offset: int) -> memoryview:
+        """One number of a struct, as if it were every length."""
+        return _numbers(struct, offset, (len(self._lens),), (0,))
 
     def is_of(self, e: Any, cache_c: CacheC) -> bool:
         """Whether it is about these, nothing was closed since, and it has room for one more arrangement."""
@@ -110,8 +113,7 @@ class _Known:
         return True
 
     def _learn(self, served: Any) -> None:
-        frozen = [memoryview(array.array("q", states.tolist())) for states in self._states]
-        self._arranged.append((frozen, served))
+        self._arranged.append((np.array(self._states, order="C").data, served))
 
     def _served(self) -> Any:
         """What served when the states lay as they lie now; None: nothing is known."""
@@ -128,40 +130,48 @@ class Renewal(_Known):
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
         self._parts = (  # what a call looks at, in one look
-            e, cache._c, self._c, self._snap, self._stand, ready_stand(0, 0), cache.max_ctx, self._read_lens, self._kv,
-            self._n_kv,
+            e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx, self._lens,
+            self._all_pos, self._saved,
         )  # fmt: skip
+
+    def _has_room(self) -> bool:
+        """Whether every length lies within the cache."""
+        return all(0 <= length <= self._max_ctx for length in self._lens)
 
     def learn(self, copies: list[Copies]) -> None:
         """The copies, by device, that serve where the states lie now."""
-        self._learn([action for each in copies for action in each.again()])
+        self._learn(_in_turn([action for each in copies for action in each.again()]))
 
     def again(self, e: Any, cache_c: CacheC, snap: CacheSnapshot) -> bool:
         """Copies and stamps as before; False, and nothing done, where that may be wrong."""
-        own_e, own_c, c, kept, stand, idle, most, read, kv, n_kv = self._parts
+        own_e, own_c, c, kept, kept32, stand, idle, most, lens, all_pos, saved = self._parts
         if e is not own_e or cache_c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
-        pos, each = c[POS_WORD], read(kv)
+        pos = c[POS_WORD]
         if stand != idle or not 0 <= pos <= most or not 0 <= kept[_SNAP_POS] <= most:
             return False
         level: int | None = pos
-        if each.count(pos) != n_kv:
+        if lens != all_pos:
             level = None
-            if min(each) < 0 or max(each) > most:
+            if not self._has_room():
                 return False
-        frozen, actions = self._arranged[0]
+        frozen, copy = self._arranged[0]
         if self._states != frozen:
-            actions = self._served()
-        if actions is None or not snap.is_whole():
+            copy = self._served()
+        if copy is None or not snap.is_whole():
             return False
-        self._snap32[_INVALID] = _HALF_WAY
-        for action in actions:
-            action()
-        for lens, saved in self._lens:
-            saved[:] = lens
+        kept32[_INVALID] = _HALF_WAY
+        copy()
+        saved[:] = lens
         kept[_SNAP_POS], kept[_SNAP_GENERATION] = pos, c[_GENERATION]
         snap.stamped(level)
         return True
+
+
+class _Told(ctypes.Structure):
+    """What the launches of a rollback are told: the length of every layer."""
+
+    _fields_ = (("length", ctypes.c_int64),)
 
 
 class Return(_Known):
@@ -169,22 +179,28 @@ class Return(_Known):
 
     def __init__(self, mark: object, e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         super().__init__(mark, e, cache, snap)
-        self._snap_at = ctypes.addressof(snap._c)
+        self._told_c = _Told()
+        self._all_told = self._as_often(self._told_c, _Told.length.offset)
         self._launches: list[Launch] = []  # of all arrangements
+        self._parts = (  # what a call looks at, in one look
+            e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx,
+            self._lens, self._saved, words(self._told_c)[0], ctypes.addressof(snap._c),
+        )  # fmt: skip
 
     def learn(self, cache: Cache, copies: list[Copies]) -> bool:
         """The copies, by device, that serve where the states lie now, if they are one launch each; else False."""
         launches: list[Launch] = []
         for d, each in enumerate(copies):
-            n, packed = len(cache._counter_layers[d]), cache._planes.get(("counters", None, d))
+            n, packed = len(cache.plan.counter_layers[d]), cache._planes.get(("counters", None, d))
             ready = each.are_few and packed is not None and n < COUNTERS_PER_LAUNCH
             if not ready or not getattr(each.e, "prepares", False):
                 return False
             args = restore_arguments(each, packed, 0, 0, (1 << n) - 1, 1 << n, cache._planes["health", None, d])
             launches.append(each.e.prepare("restore", args))
+            launches[-1].read_from("a", self._told_c, _Told.length)
             launches[-1].read_from("b", self._snap_c, SnapshotC.pos)
         self._launches += launches
-        self._learn(([launch.again for launch in launches], [launch.field("a") for launch in launches]))
+        self._learn([launch.again for launch in launches])
         return True
 
     def _is_open(self) -> bool:
@@ -193,30 +209,32 @@ class Return(_Known):
 
     def again(self, e: Any, cache: Cache, snap: CacheSnapshot, accept: int) -> bool:
         """Restores as before; False, and nothing done, where that may be wrong."""
-        if e is not self._e or cache._c is not self._cache_c:
+        own_e, own_c, c, kept, kept32, stand, idle, most, lens, saved, told, snap_at = self._parts
+        if e is not own_e or cache._c is not own_c or (self._mark is not CHANGED[0] and not self._is_open()):
             return False
-        if self._mark is not CHANGED[0] and not self._is_open():
+        step = 0
+        if stand != idle:
+            step = stand[_STEP]
+            if stand[_STATE] or stand[_ROUND]:
+                return False
+        at = kept[_SNAP_POS]
+        end = at + accept
+        if kept32[_INVALID] or kept[_SNAP_GENERATION] != c[_GENERATION] or not 0 <= at <= end <= most:
             return False
-        c, stand, kept, at = self._c, self._stand, self._snap, self._snap[_SNAP_POS]
-        if stand[_STATE] or stand[_ROUND] or self._snap32[_INVALID] or kept[_SNAP_GENERATION] != c[_GENERATION]:
+        if end > c[POS_WORD] + step and end > c[_REPLAY]:
             return False
-        end, step = self._max_ctx, stand[_STEP]
-        if c[POS_WORD] + step < end:
-            end = max(c[POS_WORD] + step, min(end, c[_REPLAY]))
         length = snap.level
-        frozen, served = self._arranged[0]
+        frozen, calls = self._arranged[0]
         if self._states != frozen:
-            served = self._served()
-        if served is None or length is None or at < 0 or not 0 <= accept <= end - at or not snap.is_whole():
+            calls = self._served()
+        if calls is None or length is None or not snap.is_whole():
             return False
         if accept:
-            now = self._read_lens(self._kv) or (length,)
-            if now.count(now[0]) != len(now):
+            if lens != self._all_first:
                 return False
-            length = min(max(now[0], length), length + accept)
-        calls, lengths = served
-        for each in lengths:
-            each.value = length
+            now = lens[0] if len(lens) else length
+            length = length + accept if now >= length + accept else max(now, length)
+        told[0] = length
         if len(calls) > 1:
             run_actions(calls, cache.taint)
         else:
@@ -227,14 +245,13 @@ class Return(_Known):
             except BaseException:
                 cache.taint()
                 raise
-        for lens, saved in self._lens:
-            lens[:] = memoryview(array.array("q", [length] * len(lens))) if accept else saved
+        lens[:] = self._all_told if accept else saved
         if step:  # else no layer has run anything
             for step_ops in cache._step_ops:
                 step_ops.fill(0)
-        stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, at + accept if accept else 0
+        stand[_STEP], c[POS_WORD], c[_REPLAY] = 0, at, end if accept else 0
         if accept:
-            self._cache_c.state = CacheState.PENDING_REPLAY
-        if c[_LOGITS] > at + accept or c[_SNAPSHOTS] != self._snap_at or kept[_NEXT]:
-            cache.give_up(at + accept)
+            stand[_STATE] = _PENDING_REPLAY
+        if c[_LOGITS] > end or c[_SNAPSHOTS] != snap_at or kept[_NEXT]:
+            cache.give_up(end)
         return True

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from caches import POLICY, Feed, attention_only, device_counters, image, put, sequence, tiny
+from caches import POLICY, Feed, attention_only, device_counters, gemma, image, put, sequence, tiny
 from standin import StandIn
 
-from memra_driver import ops
+from memra_driver import driver, ops
 from memra_driver.cache import Cache, CacheSnapshot, CacheState
 from memra_driver.errors import DriverError, MemraError, StateError
 from memra_driver.layout import Recorder
@@ -53,7 +54,10 @@ def known(e: Any, cache: Cache, snap: CacheSnapshot) -> None:
         cache.rollback(e, snap, 0)
 
 
-@pytest.mark.parametrize("cfg", [tiny(), attention_only(), tiny(n_layer=3)], ids=["8", "full", "linear"])
+@pytest.mark.parametrize(
+    "cfg", [tiny(), attention_only(), tiny(n_layer=3), tiny(n_layer=4), gemma(shared=2)],
+    ids=["8", "full", "linear", "one full", "gemma"],
+)  # fmt: skip
 @pytest.mark.parametrize("advance", [True, False], ids=["closed step", "open step"])
 def test_rounds_of_speculation_are_those_of_a_cache_that_knows_nothing(cuda: Any, cfg: Any, advance: bool) -> None:
     with new(cuda, cfg) as mine, new(cuda, cfg) as other:
@@ -97,6 +101,46 @@ def test_layers_of_different_lengths_are_restored_one_by_one(cuda: Any) -> None:
             assert device_counters(cache) == ({3: 5, 7: 4}, {4})
 
 
+@pytest.mark.parametrize("il", [1, 3, 5])
+def test_one_layer_that_stands_elsewhere_is_seen_wherever_it_is(cuda: Any, il: int) -> None:
+    with new(cuda, tiny(n_layer=7, full_attention_interval=2)) as cache:
+        Feed(cache).step(4)
+        with cache.snapshot(cuda) as snap:
+            known(cuda, cache, snap)
+            for layer in filter(None, cache.kv):
+                layer._c.len = 7
+            cache.kv[il]._c.len, cache._c.pos = 5, 7  # type: ignore[union-attr]
+            cache.rollback(cuda, snap, 2)
+            assert device_counters(cache) == ({1: 6, 3: 6, 5: 6} | {il: 5}, {4})
+            cache.rollback(cuda, snap, 0)
+            cache.kv[il]._c.len = 9  # type: ignore[union-attr]
+            cache.snapshot_into(cuda, snap)
+            assert snap.kv_len == [{1: 4, 3: 4, 5: 4, il: 9}.get(each) for each in range(7)]
+
+
+def test_a_length_changed_in_a_list_handed_out_is_restored(cuda: Any) -> None:
+    with new(cuda) as cache:
+        Feed(cache).step(4)
+        with cache.snapshot(cuda) as snap:
+            known(cuda, cache, snap)
+            snap.kv_len[7] = 2
+            cache.rollback(cuda, snap, 0)
+            assert device_counters(cache) == ({3: 4, 7: 2}, {4})
+            cache.snapshot_into(cuda, snap)
+            assert snap.kv_len == [None, None, None, 4, None, None, None, 2]
+
+
+def test_the_count_of_renewals_goes_round(cuda: Any) -> None:
+    with new(cuda) as cache, cache.snapshot(cuda) as snap:
+        known(cuda, cache, snap)
+        snap._c.stamps = 2**32 - 1
+        Feed(cache).step(2)
+        Feed(cache).step(2)  # the states lie as they did
+        cache.snapshot_into(cuda, snap)
+        assert (snap._c.stamps, snap.invalid) == (0, "")
+        assert snap.kv_len == [None, None, None, 4, None, None, None, 4]
+
+
 def test_so_they_are_where_there_are_no_states_that_would_show_it(cuda: Any) -> None:
     with new(cuda, attention_only()) as cache:
         feed = Feed(cache)
@@ -119,6 +163,20 @@ def test_a_call_that_is_known_is_one_copy_or_one_launch_and_what_a_copy_must_ask
             assert asked(standin, lambda: cache.snapshot_into(cuda, snap)) == ["cuCtxGetId", "cuMemcpyDtoDAsync"]
             assert asked(standin, lambda: cache.rollback(cuda, snap, 0)) == ["restore"]
             cuda.zeros(8).close()  # something ended, but nothing of these
+
+
+def test_a_copy_of_another_context_s_is_refused_before_it_is_made(cuda: Any, standin: StandIn) -> None:
+    """A context that was reset may stand at the address of the one that was."""
+
+    def refuse() -> None:
+        raise StateError("gone")
+
+    a, b, ctx = cuda.zeros(8), cuda.zeros(8), cuda.context.handle
+    for ctx_id, calls in ((driver.ctx_get_id(ctx), ["cuCtxGetId", "cuMemcpyDtoDAsync"]), (77, ["cuCtxGetId"])):
+        copy = driver.copier(a.ptr, b.ptr, a.nbytes, cuda.stream.handle, ctx, ctx_id, refuse)
+        with contextlib.suppress(StateError):
+            assert asked(standin, copy) == calls
+        assert [each.name for each in standin.trace()] == calls
 
 
 def test_two_devices_are_known_too(make_dev: MakeDev, standin: StandIn) -> None:
