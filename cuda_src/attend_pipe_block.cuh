@@ -270,13 +270,12 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
 }
 
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
-static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> launch, float scale) {
+static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECES>& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;  // a task's queries, while the one before is worked on
     constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
-    launch.reciprocal = reciprocal_of(launch.rows, launch.gqa);
     if (threadIdx.x == 32 * TEAM_WARPS) {
         for (int i = 0; i < b.k.stages; i++) {
             memra_pipe_init(b.k.full_pipe(bytes, i), QUARTERS);
@@ -348,7 +347,8 @@ static __device__ __forceinline__ void attend(const Block& b, Launch<PIECES> lau
 
 // pieces is PIECES: whoever launches asks for the entry that has them.
 #define ATTEND_ON(block, WORDS, NT, SLABS, FIXED, PIECES)                                                                  \
-    const Launch<PIECES> launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, n_head / block.n_head_kv, 0, window,        \
+    const int gqa = n_head / block.n_head_kv;                                                                              \
+    const Launch<PIECES> launch = {q, k, v, pos_d, slot, max_ctx, rows, n_head, gqa, reciprocal_of(rows, gqa), window,      \
                                    layer, n_seqs, part, seqs, health};                                                     \
     attend<WORDS, NT, SLABS, FIXED>(block, launch, scale)
 #define BODY(WORDS, NT, PIECES)                                                                                            \

@@ -28,7 +28,7 @@ struct Launch {
     const int* pos_d;
     long long slot, max_ctx;
     int rows, n_head, gqa;
-    unsigned reciprocal;  // of gqa, see View; found behind the first requests
+    unsigned reciprocal;  // see View
     int window, layer, n_seqs;
     float* part;
     const memra_seq* seqs;
@@ -47,8 +47,8 @@ struct Launch {
     }
     // Partial sums of a task's piece, for a query head of a row.
     __device__ float* sums(const Block& b, const Task& task, int row, int head) const {
-        const int before = (task.seq * rows + row) * n_head + head;  // of what memory holds: less than 2^31, of pieces too
-        return part + (long long)(before * PIECES + task.piece) * (b.head_dim_v + TAIL);
+        const long long before = (long long)task.seq * rows * n_head + row * n_head + head;
+        return part + (before * PIECES + task.piece) * (b.head_dim_v + TAIL);
     }
     __device__ View view(const Task& task, int width) const {
         const int left = columns() - task.first_column;
