@@ -1,10 +1,10 @@
 """Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
 
-    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [embed] [runs]      (all six when none is named)
+    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs]      (all of them if none)
 
 suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of
 compute-sanitizer over `check --small`, where every plane is an allocation of its own. tests: the same over the tests
-that launch most, a process per core. embed: the same over the engine in C. runs: the main job on two models. The last
+that launch most, a process per core. through_c: memcheck over them as the C library does them. embed: the same over the engine in C. runs: the main job on two models. The last
 lines are a table; the exit status is 1 where anything failed.
 """
 
@@ -39,20 +39,19 @@ RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
     ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
 )
-# Groups of tests/test_*.py that share processes: in how many parts under memcheck, under racecheck, under the others.
-# The operations run through C under memcheck alone: the other tools watch kernels, the same whoever launches them.
+# Groups of tests/test_*.py that share processes, and in how many parts under racecheck, which takes longest.
 SANITIZED = {
-    ("round", "rollback"): (4, 2, 1),
-    ("attend_pipe", "attend_folds"): (1, 3, 1),
-    ("attend",): (2, 3, 1),
-    ("batch", "ops"): (3, 1, 1),
-    ("snapshots", "graph", "replayed_clock"): (3, 1, 1),
-    ("kernels_recurrent", "health_matrix"): (2, 1, 1),
-    ("steps", "taps"): (2, 1, 1),
-    ("kernels", "offsets", "special_values"): (1, 1, 1),
-    ("kernels_batch", "recur_step"): (1, 1, 1),
+    ("attend_pipe", "attend_folds"): 4,
+    ("attend",): 3,
+    ("round", "rollback"): 2,
+    ("snapshots", "graph", "replayed_clock"): 1,
+    ("batch", "ops"): 1,
+    ("kernels_recurrent", "health_matrix"): 1,
+    ("steps", "taps"): 1,
+    ("kernels", "offsets", "special_values"): 1,
+    ("kernels_batch", "recur_step"): 1,
 }
-SANITIZED_SECONDS = 480  # for all of them
+SANITIZED_SECONDS = 400  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
 
@@ -137,31 +136,38 @@ def sanitizers() -> list[Line]:
 
 
 def tests() -> list[Line]:
-    """Every tool over every group, as many at a time as cores; what tests make fail on purpose is no error."""
+    """Every tool over every group; what tests make fail on purpose is no error."""
+    runs = [("racecheck", group, f"{i + 1}/{parts}") for group, parts in SANITIZED.items() for i in range(parts)]
+    runs += [(tool, group, "1/1") for tool in TOOLS if tool != "racecheck" for group in SANITIZED]
+    return sanitized_groups("sanitized_tests", runs, "--not-through-c")
+
+
+def through_c() -> list[Line]:
+    """The same groups with a second turn, through the C library, under memcheck: the other tools watch kernels, which are
+    the same whoever launches them."""
+    return sanitized_groups("sanitized_c", [("memcheck", group, f"{i}/3") for group in SANITIZED for i in (1, 2, 3)])
+
+
+def sanitized_groups(kind: str, runs: list[tuple[str, tuple[str, ...], str]], *options: str) -> list[Line]:
+    """As many at a time as cores."""
     end = time.monotonic() + SANITIZED_SECONDS
-    parts = {tool: min(i, 2) for i, tool in enumerate(TOOLS)}
-    runs = [  # memcheck, which has most to do, first
-        (tool, group, f"{i + 1}/{counts[parts[tool]]}")
-        for tool in TOOLS for group, counts in SANITIZED.items() for i in range(counts[parts[tool]])
-    ]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(lambda run: sanitized_group(*run, end), runs))
+        done = list(pool.map(lambda run: sanitized_group(*run, end, *options), runs))
     tools: dict[str, dict[str, Any]] = {}
     for (tool, group, part), (_, passed, said, _) in zip(runs, done, strict=True):
         tools.setdefault(tool, {})[f"{' '.join(group)}, {part}"] = {"said": said, "passed": passed}
-    keep("sanitized_tests", {"command": "compute-sanitizer --tool TOOL pytest --gpu FILES", "tools": tools})
+    keep(kind, {"command": f"compute-sanitizer --tool TOOL pytest --gpu {' '.join(options)} FILES", "tools": tools})
     return done
 
 
-def sanitized_group(tool: str, group: tuple[str, ...], part: str, end: float) -> Line:
+def sanitized_group(tool: str, group: tuple[str, ...], part: str, end: float, *options: str) -> Line:
     """What a tool says of a part of the tests of a group; they are given up where they are not done at `end`."""
     begin = time.monotonic()
     files = [f"tests/test_{name}.py" for name in group]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, "-m", "pytest", "-qx", "--gpu", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["--part", part, *files]
-    command += [] if tool == "memcheck" else ["--not-through-c"]
+    command += ["--part", part, *options, *files]
     process = subprocess.Popen(
         command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,  # so that what it watches ends with it
@@ -212,7 +218,10 @@ def runs() -> list[Line]:
 
 
 def main(asked: list[str]) -> int:
-    parts = {"suite": suite, "check": check, "sanitizers": sanitizers, "tests": tests, "embed": embed, "runs": runs}
+    parts = {
+        "suite": suite, "check": check, "sanitizers": sanitizers, "tests": tests, "through_c": through_c, "embed": embed,
+        "runs": runs,
+    }  # fmt: skip
     unknown = set(asked) - set(parts)
     if unknown:
         print(f"{sorted(unknown)} are no parts; there are {list(parts)}")
