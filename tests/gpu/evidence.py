@@ -1,11 +1,11 @@
 """Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
 
-    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs]      (all of them if none)
+    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs]      (else all)
 
-suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of
-compute-sanitizer over `check --small`, where every plane is an allocation of its own. tests: the same over the tests
-that launch most, a process per core. through_c: memcheck over them as the C library does them. embed: the same over the engine in C. runs: the main job on two models. The last
-lines are a table; the exit status is 1 where anything failed.
+suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer over
+`check --small`, where every plane is an allocation of its own. tests: the same over the tests that launch most, a process
+per core. through_c: memcheck over them as the C library does them. embed: the four tools over the engine in C. runs: the
+main job on two models. The last lines are a table; the exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def tests() -> list[Line]:
 
 
 def through_c() -> list[Line]:
-    """The same groups with a second turn, through the C library, under memcheck: the other tools watch kernels, which are
-    the same whoever launches them."""
+    """memcheck over the same groups with a second turn, through the C library: it launches the same kernels, and the other
+    tools watch nothing else."""
     return sanitized_groups("sanitized_c", [("memcheck", group, f"{i}/3") for group in SANITIZED for i in (1, 2, 3)])
 
 
