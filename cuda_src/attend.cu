@@ -1,6 +1,6 @@
 // attend: attention of a few query rows over the quantised cache, and the combination of its partial sums.
 //
-// Keys fall into tiles of 64 by their absolute position; tile j belongs to group j mod 132. A block works for one
+// Keys fall into tiles (tile_shift_of) by their absolute position; tile j belongs to group j mod 132. A block works for one
 // group, one K/V head and up to 8 * NT columns, a column being one query head of one row: it takes the group's tiles
 // in ascending order and leaves sum, maximum and weight per column. `attend_combine` folds the groups in ascending
 // order, eleven at a time, then the twelve results. Where there are many sequences, a block works for eleven groups, one
@@ -13,11 +13,12 @@
 // multiply V are those that divide. V is decoded in f32 and rounded to f16: values beyond 65504 become infinite.
 #include "attend.cuh"
 
-// score (columns, TILE) = what each key of the tile is to each column, as a power of two; minus infinity unseen.
+// score (columns, tile_keys) = what each key of the tile is to each column, as a power of two; minus infinity unseen.
 template <int NT>
 static __device__ void scores(const Shared& s, const Work& work, int dim, int stride, long long tile) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int query_stride = dim + PAD, row = 16 * warp + g, blocks = dim / 32;
+    const int query_stride = dim + PAD, row = 16 * warp + g, blocks = dim / 32, keys = work.tile_keys();
+    if (16 * warp >= keys) return;
     float total[NT][4] = {};
     for (int block = 0; block < blocks; block++) {
         float sum[NT][4] = {};
@@ -50,26 +51,27 @@ static __device__ void scores(const Shared& s, const Work& work, int dim, int st
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int column = 8 * n + 2 * t + (i & 1), key = row + 8 * (i / 2);
-            const bool seen = column < work.columns && work.sees(column, tile * TILE + key);
-            s.score[column * TILE + key] = seen ? __fmul_rn(total[n][i], s.factor[column]) : minus_infinity();
+            const bool seen = column < work.columns && work.sees(column, (tile << work.tile_shift) + key);
+            s.score[column * keys + key] = seen ? __fmul_rn(total[n][i], s.factor[column]) : minus_infinity();
         }
     }
 }
 
 // Weights of a tile, and what the sums before it are worth now. A warp takes every fourth column; lane l keys l, l + 32.
 template <int NT>
-static __device__ void softmax(const Shared& s, float most[2 * NT], float sum[2 * NT]) {
+static __device__ void softmax(const Shared& s, int keys, float most[2 * NT], float sum[2 * NT]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
         const int column = warp + 4 * i;
-        const float a = s.score[column * TILE + lane], b = s.score[column * TILE + lane + 32];
+        const float a = s.score[column * keys + lane];
+        const float b = keys > 32 ? s.score[column * keys + lane + 32] : minus_infinity();
         const float now = memra_max(most[i], memra_warp_max(memra_max(a, b)));
         const float base = now == minus_infinity() ? 0.0f : now;
         const float worth = exp2_of(__fsub_rn(most[i], base));
         const uint16_t p = memra_to_f16(exp2_of(__fsub_rn(a, base))), r = memra_to_f16(exp2_of(__fsub_rn(b, base)));
-        s.weight[column * (TILE + PAD) + lane] = p;
-        s.weight[column * (TILE + PAD) + lane + 32] = r;
+        s.weight[column * (keys + PAD) + lane] = p;
+        if (keys > 32) s.weight[column * (keys + PAD) + lane + 32] = r;
         const float added = memra_warp_sum(__fadd_rn(memra_from_f16(p), memra_from_f16(r)));
         sum[i] = __fmaf_rn(sum[i], worth, added);
         most[i] = now;
@@ -80,7 +82,7 @@ static __device__ void softmax(const Shared& s, float most[2 * NT], float sum[2 
 // out (dims of this warp, columns) = out * rescale + V^T weights.
 template <int MT, int NT>
 static __device__ void weigh(const Shared& s, const Work& work, int dim, int stride, long long tile, float out[MT][NT][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, keys = work.tile_keys();
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         const float worth[2] = {s.rescale[8 * n + 2 * t], s.rescale[8 * n + 2 * t + 1]};
@@ -92,11 +94,12 @@ static __device__ void weigh(const Shared& s, const Work& work, int dim, int str
     }
     const bool odd = *s.odd != 0;
 #pragma unroll
-    for (int k = 0; k < TILE; k += 16) {
+    for (int k = 0; k < MOST_KEYS; k += 16) {
+        if (k >= keys) break;
         uint32_t b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const uint16_t* column = s.weight + (8 * n + g) * (TILE + PAD) + k + 2 * t;
+            const uint16_t* column = s.weight + (8 * n + g) * (keys + PAD) + k + 2 * t;
             b[n][0] = *(const uint32_t*)column;
             b[n][1] = *(const uint32_t*)(column + 8);
         }
@@ -119,7 +122,7 @@ static __device__ void weigh(const Shared& s, const Work& work, int dim, int str
                 end = end < work.columns ? end : work.columns;
                 uint32_t seen[4];
                 for (int i = 0; i < 4; i++) {
-                    const long long key = tile * TILE + k + 2 * t + 8 * (i / 2);
+                    const long long key = (tile << work.tile_shift) + k + 2 * t + 8 * (i / 2);
                     seen[i] = a[i] & ((work.sees(first, key) ? 0xFFFFu : 0u) | (work.sees(first, key + 1) ? 0xFFFF0000u : 0u));
                 }
                 for (int n = 0; n < NT; n++) {
@@ -192,21 +195,22 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
     work.rows = rows;
     work.gqa = gqa;
     work.window = window;
+    work.tile_shift = tile_shift_of(n_head_kv);
     work.first_column = chunk * width;
     work.columns = rows * gqa - work.first_column < width ? rows * gqa - work.first_column : width;
     if (work.pos < 0 || work.pos + rows > max_ctx) {
         if (piece + head + chunk == 0 && threadIdx.x == 0) memra_report(health, MEMRA_FAULT_SLOT_RANGE, layer, work.pos, 1);
         return;
     }
-    const long long first_tile = first_key(work.last_key(0), window) / TILE;
-    const long long last_tile = work.last_key(work.columns - 1) / TILE;
+    const long long first_tile = first_key(work.last_key(0), window) >> work.tile_shift;
+    const long long last_tile = work.last_key(work.columns - 1) >> work.tile_shift;
     // The piece's first group is so many behind that of the first tile, or the latter is among the piece's.
     const int groups = GROUPS / pieces, behind = (int)((piece * groups - first_tile) % GROUPS + GROUPS) % GROUPS;
     const bool reports = behind == 0 || behind > GROUPS - groups;  // one piece does
     if (!reports && first_tile + behind > last_tile) return;
 
     MEMRA_DYN_SHARED(uint8_t, bytes);
-    const Shared s = carve(bytes, width, head_dim_k, head_dim_v);
+    const Shared s = carve(bytes, work.tile_keys(), width, head_dim_k, head_dim_v);
     const int stride = (head_dim_k > head_dim_v ? head_dim_k : head_dim_v) + PAD;
     load_query(s, work, q + (long long)seq * rows * n_head * head_dim_k, n_head, head, head_dim_k, scale, width,
                reports ? health : nullptr, layer);
@@ -221,7 +225,7 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
             __syncthreads();
             scores<NT>(s, work, head_dim_k, stride, tile);
             __syncthreads();
-            softmax<NT>(s, most, sum);
+            softmax<NT>(s, work.tile_keys(), most, sum);
             load_tile(s, work, v, v_tok_bytes, v_format, head, head_dim_v, stride, tile, true);
             __syncthreads();
             weigh<MT, NT>(s, work, head_dim_v, stride, tile, out);

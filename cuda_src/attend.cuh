@@ -3,7 +3,7 @@
 
 #include "mma.cuh"
 
-#define TILE 64
+#define MOST_KEYS 64  // of a tile
 #define GROUPS 132
 #define FOLD 11   // groups that are folded into one first, by fold_sum() one after the other
 #define FOLDS 12  // and the number of those
@@ -20,6 +20,11 @@ static __device__ float exp2_of(float x) {
     return exp2f(x);
 #endif
 }
+
+// A tile is 2^tile_shift_of keys: half as many where there are more than two K/V heads, whose tokens are long and whose
+// teams of attend_pipe have warps for no more than that at a time. Every order of sums follows from it, so nothing else than
+// the geometry of a cache may decide it.
+static __device__ constexpr int tile_shift_of(int n_head_kv) { return n_head_kv > 2 ? 5 : 6; }
 
 static __device__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
@@ -111,26 +116,26 @@ static __device__ void decode_v(const uint8_t* bytes, int index, int format, uin
 
 // Shared memory of a block, carved from one run of bytes; attend_shared_bytes in kernels.py is its size.
 struct Shared {
-    uint16_t* tile;   // (TILE, widest head + PAD): codes of K, then V
+    uint16_t* tile;   // (tile_keys, widest head + PAD): codes of K, then V
     uint16_t* query;  // (2, columns, head_dim_k + PAD): high and low part
-    uint16_t* weight; // (columns, TILE + PAD)
-    float* d;         // (TILE, head_dim_k / 32)
-    float* score;     // (columns, TILE)
+    uint16_t* weight; // (columns, tile_keys + PAD)
+    float* d;         // (tile_keys, head_dim_k / 32)
+    float* score;     // (columns, tile_keys)
     float* factor;    // (columns): from the sum of codes to a power of two
     float* rescale;   // (columns): what the old sums are worth,
     float* own;       // (columns): and those of a group that is folded
     int* odd;         // whether V holds something that 0 does not silence
 };
 
-static __device__ Shared carve(uint8_t* bytes, int columns, int head_dim_k, int head_dim_v) {
+static __device__ Shared carve(uint8_t* bytes, int tile_keys, int columns, int head_dim_k, int head_dim_v) {
     Shared s;
     const int widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v;
     s.tile = (uint16_t*)bytes;
-    s.query = s.tile + TILE * (widest + PAD);
+    s.query = s.tile + tile_keys * (widest + PAD);
     s.weight = s.query + 2 * columns * (head_dim_k + PAD);
-    s.d = (float*)(s.weight + columns * (TILE + PAD));
-    s.score = s.d + TILE * (head_dim_k / 32);
-    s.factor = s.score + columns * TILE;
+    s.d = (float*)(s.weight + columns * (tile_keys + PAD));
+    s.score = s.d + tile_keys * (head_dim_k / 32);
+    s.factor = s.score + columns * tile_keys;
     s.rescale = s.factor + columns;
     s.own = s.rescale + columns;
     s.odd = (int*)(s.own + columns);
@@ -140,8 +145,9 @@ static __device__ Shared carve(uint8_t* bytes, int columns, int head_dim_k, int 
 // What a block works on, and for whom.
 struct Work {
     long long pos;            // position of row 0
-    int rows, gqa, window;
+    int rows, gqa, window, tile_shift;
     int first_column, columns;  // columns of this block: column c is row c / gqa, query head c % gqa
+    __device__ int tile_keys() const { return 1 << tile_shift; }
     __device__ long long last_key(int column) const { return pos + (first_column + column) / gqa; }
     __device__ bool sees(int column, long long key) const {
         const long long last = last_key(column);
@@ -190,9 +196,9 @@ static __device__ void load_tile(const Shared& s, const Work& work, const uint8_
     const int blocks = dim / 32;
     if (is_v && threadIdx.x == 0) *s.odd = 0;
     if (is_v) __syncthreads();
-    for (int i = threadIdx.x; i < TILE * blocks; i += THREADS) {
+    for (int i = threadIdx.x; i < blocks << work.tile_shift; i += THREADS) {
         const int row = i / blocks, block = i - row * blocks;
-        const long long key = tile * TILE + row;
+        const long long key = (tile << work.tile_shift) + row;
         uint32_t x[16] = {};
         float d = 0.0f;
         if (!work.none_sees(key)) {

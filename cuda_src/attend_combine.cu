@@ -56,7 +56,7 @@ static __device__ float2 fold_groups(const float* from, int stride, int head_dim
 // part (n_seqs, rows, n_head, pieces, head_dim_v + TAIL), pieces of GROUPS or FOLDS; out (n_seqs, rows, n_head, head_dim_v).
 extern "C" __global__ void __launch_bounds__(384) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
-        int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
+        int n_head_kv, int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
     __shared__ float2 own_of[FOLDS];
     __shared__ float2 value_of[FOLDS][DIMS / 2];
     const bool folds = pieces == GROUPS;  // each warp a fold of the block's dims; else each warp other dims
@@ -74,8 +74,9 @@ extern "C" __global__ void __launch_bounds__(384) attend_combine(
         max_ctx = seqs[seq].max_ctx;
     }
     if (seq >= (unsigned)n_seqs || pos < 0 || pos + rows > max_ctx) return;  // attend has reported it
-    const int last = (int)(pos + (row - seq * rows)), first_tile = (int)first_key(last, window) / TILE;
-    const Groups groups = {last / TILE - first_tile + 1, GROUPS - first_tile % GROUPS};
+    const int last = (int)(pos + (row - seq * rows)), tile_shift = tile_shift_of(n_head_kv);
+    const int first_tile = (int)first_key(last, window) >> tile_shift;
+    const Groups groups = {(last >> tile_shift) - first_tile + 1, GROUPS - first_tile % GROUPS};
 
     const float* from = part + (long long)entry * pieces * stride;
     float2 own = make_float2(minus_infinity(), 0.0f);  // reference and weight of the lane's fold

@@ -32,6 +32,7 @@ struct Plane {
 struct Block {
     Plane k, v;
     int n_head_kv, head_dim_k, head_dim_v, k_format, v_format, columns;
+    int tile_shift;  // 2^tile_shift keys are a tile, see tile_shift_of
     int tokens;      // of a stage
     int team_shift;  // 2^team_shift warps share a K/V head
     int query;       // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
@@ -40,6 +41,7 @@ struct Block {
     int factor;      // (n_head_kv, 8 NT) f32: from a sum of codes to a power of two
     int most;        // (n_head_kv, team_warps, 8 NT) f32: the largest scores of a warp's keys,
     int sum;         // and as many: the sums of what its keys weigh
+    __device__ constexpr int tile_keys() const { return 1 << tile_shift; }
     __device__ constexpr int team_warps() const { return 1 << team_shift; }
     __device__ constexpr int slabs() const { return tokens / 16; }
 };
@@ -69,7 +71,9 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
     b.v_format = v_format;
     b.columns = 8 * nt;
     b.team_shift = n_head_kv == 1 ? 3 : n_head_kv == 2 ? 2 : n_head_kv <= 4 ? 1 : 0;
-    b.tokens = b.team_shift >= 2 ? 64 : slabs * 16 << b.team_shift;
+    b.tile_shift = tile_shift_of(n_head_kv);
+    b.tokens = slabs * 16 << b.team_shift;
+    if (b.tokens > b.tile_keys()) b.tokens = b.tile_keys();
     while (b.tokens > 16 && b.tokens * (int)(k_tok_bytes + v_tok_bytes) > STAGE_BYTES) b.tokens /= 2;
     b.k = plane_of(k_tok_bytes, head_dim_k, k_format, b.tokens);
     b.v = plane_of(v_tok_bytes, head_dim_v, v_format, b.tokens);
@@ -127,38 +131,39 @@ struct Walk {
     int first_tile;
     unsigned first_token;  // the first stage of that tile which has a key
     __device__ bool more() const { return COUNT == 1 ? token <= last : groups > 0; }
-    __device__ void next(int tokens) {
+    __device__ void next(const Block& b) {
         starts = false;
-        token += (unsigned)tokens;
-        if (tokens == TILE || token % TILE == 0) token += TILE * (GROUPS - 1);
+        token += (unsigned)b.tokens;
+        const unsigned within = (unsigned)b.tile_keys() - 1;
+        if (b.tokens == b.tile_keys() || (token & within) == 0) token += (unsigned)(GROUPS - 1) << b.tile_shift;
         if (COUNT == 1 || token <= last) return;
         begin++;
         groups--;
-        enter();
+        enter(b);
     }
     // To the group that begins at tile `begin`; where that has no key, to the next one that has.
-    __device__ void enter() {
+    __device__ void enter(const Block& b) {
         const int around = first_tile + GROUPS - begin;  // groups from this one to that of the first tile
-        if (COUNT > 1 && (around == 0 || (unsigned)begin * TILE > last)) {
+        if (COUNT > 1 && (around == 0 || (unsigned)begin << b.tile_shift > last)) {
             begin = first_tile;
             groups -= around;
         }
-        token = begin == first_tile ? first_token : (unsigned)begin * TILE;
+        token = begin == first_tile ? first_token : (unsigned)begin << b.tile_shift;
         starts = true;
     }
 };
 
 // Of the piece `piece`: from the first key of the first row to the last key of the last one; both below 2^31.
 template <int COUNT>
-static __device__ Walk<COUNT> walk_of(int piece, int first, int last, int tokens) {
+static __device__ Walk<COUNT> walk_of(int piece, int first, int last, const Block& b) {
     Walk<COUNT> walk;
     walk.groups = COUNT;
     walk.last = (unsigned)last;
-    walk.first_tile = first / TILE;
-    walk.first_token = (unsigned)first & -(unsigned)tokens;
+    walk.first_tile = first >> b.tile_shift;
+    walk.first_token = (unsigned)first & -(unsigned)b.tokens;
     const int after = piece * COUNT - walk.first_tile % GROUPS;  // tiles from the first one to the group's
     walk.begin = walk.first_tile + after + (after < 0 ? GROUPS : 0);
-    walk.enter();
+    walk.enter(b);
     return walk;
 }
 

@@ -97,7 +97,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
             }
             memra_pipe_arrive(b.k.empty_pipe(bytes, scored));  // every lane for what it has read itself
             k_turn.next(b.k.stages);
-            next.next(b.tokens);
+            next.next(b);
         }
         // The values of the stage before.
         if (scored_one) {
@@ -191,7 +191,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
         weighed_token = scored_token;
     }
 
-    if (launch.leaves_places(view)) memra_let_begin();
+    if (launch.leaves_places(b, view)) memra_let_begin();
     if (PIECES == FOLDS) {
         if (!sums) return;  // of V
         sum_weights<NT>(weight_sums, scorers, true, group.weight);
@@ -264,7 +264,7 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
     // Columns that nobody needs weigh nothing, whatever stands in their fragments.
     if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
     memra_team_sync(1 + head, 32 * b.team_warps());
-    if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(task, view)) {
+    if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(b, task, view)) {
         launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
     }
 }
@@ -300,7 +300,7 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
             const Task& task = tasks.task;
             const uint8_t *const k = launch.k_of(task.seq), *const v = launch.v_of(task.seq);
             const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
-            for (auto walk = tasks.walk; walk.more(); walk.next(b.tokens)) {
+            for (auto walk = tasks.walk; walk.more(); walk.next(b)) {
                 const int first_token = (int)walk.token;
                 if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(ring, k_turn.stage), k_turn.parity ^ 1);
                 bring(b.k, ring, k_turn, k, c, first_token, b.tokens, tokens);

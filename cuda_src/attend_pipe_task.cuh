@@ -63,17 +63,17 @@ struct Launch {
     }
     __device__ __forceinline__ Stages walk(const Block& b, const Task& task, const View& view) const {
         const int last = view.last(view.columns - 1);
-        if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b.tokens);  // without a division
-        return walk_of<COUNT>(task.piece, view.first(0), last, b.tokens);
+        if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b);  // without a division
+        return walk_of<COUNT>(task.piece, view.first(0), last, b);
     }
     // Whether half of the blocks or more have no key of the view: attend_combine's blocks find a multiprocessor each, while
     // the others finish. Where all are busy, the first that ends would be given several of them.
-    __device__ bool leaves_places(const View& view) const {
-        return view.last(view.columns - 1) / TILE - view.first(0) / TILE < GROUPS / 2;
+    __device__ bool leaves_places(const Block& b, const View& view) const {
+        return (view.last(view.columns - 1) >> b.tile_shift) - (view.first(0) >> b.tile_shift) < GROUPS / 2;
     }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
-    __device__ bool reports(const Task& task, const View& view) const {
-        return view.first(0) / TILE % GROUPS / COUNT == task.piece;
+    __device__ bool reports(const Block& b, const Task& task, const View& view) const {
+        return (view.first(0) >> b.tile_shift) % GROUPS / COUNT == task.piece;
     }
 };
 

@@ -442,8 +442,10 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *
  * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
  * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
- * S(c) = 2 * (64 * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
- * + 4 * (2 * head_dim_k + 67 * c + 1) bytes, which an entry of attend must have been allowed by cuKernelSetAttribute.
+ * S(c) = 2 * (t * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + (t + 8) * c)
+ * + 4 * (t * head_dim_k / 32 + (t + 3) * c + 1) bytes, which an entry of attend must have been allowed by
+ * cuKernelSetAttribute. t, the keys that are summed together, is 64, or 32 where n_head_kv is more than 2; attend_combine
+ * takes it from n_head_kv, too.
  * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane: attend_pipe_W_C, and
  * attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both sides. They are for 132 pieces; where C
  * is 8, the same name with _folds is for 12.
@@ -510,8 +512,8 @@ MEMRA_API int memra_launch_attend(
     int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer);
 MEMRA_API int memra_launch_attend_combine(
     memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
-    int32_t n_head, int32_t head_dim_v, int32_t window, int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health,
-    int32_t layer);
+    int32_t n_head, int32_t n_head_kv, int32_t head_dim_v, int32_t window, int32_t pieces, uint64_t seqs,
+    int32_t n_seqs, uint64_t health, int32_t layer);
 /* Partial sums for each head of a row, and pieces for both launches: 132 groups, or 12 folds of them, which fewer blocks
  * make, for 8 sequences and more of at most 8 columns, rows * gqa, each. No result depends on it. */
 MEMRA_API int32_t memra_attend_pieces(int32_t n_seqs, int64_t columns);

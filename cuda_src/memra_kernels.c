@@ -21,7 +21,7 @@ enum {
     RECUR_BLOCKS = 132,                /* that recur_step is to have, where there are enough columns */
     RECUR_TICKETS = 4096,              /* key heads that several blocks of one launch may share */
     MOST_YZ = 65535,                   /* heads and sequences: the second and third dimension of a grid */
-    ATTEND_TILE = 64,                  /* keys that are summed together */
+    ATTEND_MOST_KEYS = 64,             /* of a tile, which is summed together */
     ATTEND_PAD = 8,
     ATTEND_GROUPS = 132,               /* groups of key tiles that are summed apart */
     ATTEND_FOLDS = 12,                 /* and folds of them, which one block may have summed up, */
@@ -80,7 +80,7 @@ static const char *params_of(enum memra_kernel k) {
         "ppppppppppiiifpipi", RECUR, RECUR, RECUR, RECUR, "piillllpi", "pplpplpiillllpi", "pppiillipi", "piipi",
         "pipi", "pplliipi",
     };
-    if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiiipipi";
+    if (k == MEMRA_K_ATTEND_COMBINE) return "pppliliiiiipipi";
     return is_attend(k) ? "ppppliliiiilliifipipipi" : params[k];
 }
 
@@ -319,12 +319,17 @@ int memra_launch_copy_rows(
            &columns, &health, &layer);
 }
 
+/* Keys of a tile: tile_shift_of in attend.cuh. */
+static int64_t attend_tile(int32_t n_head_kv) {
+    return n_head_kv <= 2 ? ATTEND_MOST_KEYS : ATTEND_MOST_KEYS / 2;
+}
+
 /* Shared memory of an attend block; struct Shared in attend.cuh is its layout. */
-static int64_t attend_shared_bytes(int64_t columns, int64_t head_dim_k, int64_t head_dim_v) {
-    const int64_t widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v;
-    const int64_t tile = ATTEND_TILE * (widest + ATTEND_PAD), query = 2 * columns * (head_dim_k + ATTEND_PAD);
-    const int64_t weight = columns * (ATTEND_TILE + ATTEND_PAD);
-    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k / 32 + columns * (ATTEND_TILE + 3) + 1);
+static int64_t attend_shared_bytes(int64_t columns, int32_t n_head_kv, int64_t head_dim_k, int64_t head_dim_v) {
+    const int64_t widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v, keys = attend_tile(n_head_kv);
+    const int64_t tile = keys * (widest + ATTEND_PAD), query = 2 * columns * (head_dim_k + ATTEND_PAD);
+    const int64_t weight = columns * (keys + ATTEND_PAD);
+    return 2 * (tile + query + weight) + 4 * (keys * head_dim_k / 32 + columns * (keys + 3) + 1);
 }
 
 /* What decides, beside the GPU, which path serves attention: AttendGeometry in kernels.py. */
@@ -345,8 +350,8 @@ static int64_t stage_bytes(int64_t tokens, int64_t tok_bytes) {
 
 /* Whether shared memory has room for two stages of K and of V; struct Block in attend_pipe.cuh is its layout. */
 static bool pipe_fits(const geometry *g, int64_t columns) {
-    const int64_t heads = g->n_head_kv, team_warps = team_warps_of(g);
-    int64_t tokens = team_warps >= 4 ? 64 : 16 * team_warps;
+    const int64_t heads = g->n_head_kv, team_warps = team_warps_of(g), tile = attend_tile(g->n_head_kv);
+    int64_t tokens = 16 * team_warps < tile ? 16 * team_warps : tile;
     while (tokens > 16 && tokens * (g->k_tok_bytes + g->v_tok_bytes) > PIPE_STAGE_BYTES) tokens /= 2;
     const int64_t stages = stage_bytes(tokens, g->k_tok_bytes) + stage_bytes(tokens, g->v_tok_bytes);
     const int64_t query = heads * columns / 8 * g->head_dim_k * (g->k_format == MEMRA_FP8 ? 32 : 16);
@@ -451,10 +456,10 @@ int memra_launch_attend(
                &n_seqs, &health, &layer);
     }
     const bool is_wide = n_columns > ATTEND_NARROW && entries[e].wide != entries[e].narrow &&
-                         attend_shared_bytes(ATTEND_WIDE, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES;
+                         attend_shared_bytes(ATTEND_WIDE, n_head_kv, head_dim_k, head_dim_v) <= ATTEND_SHARED_BYTES;
     const int64_t columns = is_wide ? ATTEND_WIDE : ATTEND_NARROW;
     const int64_t blocks = times(times(n_seqs, parts(n_columns, columns)), times(n_head_kv, pieces));
-    const unsigned shared_bytes = (unsigned)attend_shared_bytes(columns, head_dim_k, head_dim_v);
+    const unsigned shared_bytes = (unsigned)attend_shared_bytes(columns, n_head_kv, head_dim_k, head_dim_v);
     const launch_shape blocks_of_groups = {blocks, ATTEND_THREADS, 1, shared_bytes, 0, 0};
     LAUNCH(is_wide ? entries[e].wide : entries[e].narrow, blocks_of_groups, &q, &k, &v, &pos_d, &slot, &rows, &max_ctx,
            &n_head, &n_head_kv, &head_dim_k, &head_dim_v, &k_tok_bytes, &v_tok_bytes, &k_format, &v_format, &scale,
@@ -463,13 +468,13 @@ int memra_launch_attend(
 
 int memra_launch_attend_combine(
     memra_device *device, uint64_t part, uint64_t out, uint64_t pos_d, int64_t slot, int32_t rows, int64_t max_ctx,
-    int32_t n_head, int32_t head_dim_v, int32_t window, int32_t pieces, uint64_t seqs, int32_t n_seqs, uint64_t health,
-    int32_t layer) {
+    int32_t n_head, int32_t n_head_kv, int32_t head_dim_v, int32_t window, int32_t pieces, uint64_t seqs,
+    int32_t n_seqs, uint64_t health, int32_t layer) {
     MEMRA_TRY(check_pieces(pieces));
     const int64_t chunks = times(times(times(n_seqs, rows), n_head), parts(head_dim_v, 64));
     const int64_t blocks = pieces == ATTEND_GROUPS ? chunks : parts(chunks, ATTEND_FOLDS);
     LAUNCH(MEMRA_K_ATTEND_COMBINE, LINE(blocks, 32 * ATTEND_FOLDS), &part, &out, &pos_d, &slot, &rows, &max_ctx,
-           &n_head, &head_dim_v, &window, &pieces, &seqs, &n_seqs, &health, &layer);
+           &n_head, &n_head_kv, &head_dim_v, &window, &pieces, &seqs, &n_seqs, &health, &layer);
 }
 
 uint64_t memra_attend_part_bytes(int64_t n_seqs, int64_t rows, int32_t n_head, int32_t head_dim_v) {

@@ -283,6 +283,6 @@ int memra_attend(
         layer->n_head_kv, layer->head_dim_k, layer->head_dim_v, layer->k_tok_bytes, layer->v_tok_bytes, layer->k_format,
         layer->v_format, scale, width, part, pieces, 0, 1, at.health, il));
     return memra_launch_attend_combine(
-        at.device, part, out, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads, layer->head_dim_v, width, pieces, 0,
-        1, at.health, il);
+        at.device, part, out, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads, layer->n_head_kv,
+        layer->head_dim_v, width, pieces, 0, 1, at.health, il);
 }

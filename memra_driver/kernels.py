@@ -38,7 +38,7 @@ RECUR_PARAMS = (
     " long long slot, int rows, int d_conv, int num_k, int num_v, int state_size, int columns, int blocks, float eps,"
     " float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer"
 )
-ATTEND_TILE = 64  # keys that are summed together
+ATTEND_MOST_KEYS = 64  # of a tile, which is summed together; attend_tile() says how many
 ATTEND_PAD = 8
 ATTEND_WIDTHS = (64, 128, 192, 256, 512)
 ATTEND_SHARED_BYTES = 99 << 10  # the smallest limit of a block among GPUs from sm_80 on
@@ -89,18 +89,28 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def attend_shared_bytes(columns: int, head_dim_k: int, head_dim_v: int) -> int:
+def attend_tile(n_head_kv: int) -> int:
+    """Keys of a tile. Every order of sums follows from it: it hangs on the geometry of a cache and on nothing else.
+
+    Half as many with more than two K/V heads: a block of attend_pipe has no warps for more of them at a time.
+    """
+    return ATTEND_MOST_KEYS if n_head_kv <= 2 else ATTEND_MOST_KEYS // 2
+
+
+def attend_shared_bytes(columns: int, n_head_kv: int, head_dim_k: int, head_dim_v: int) -> int:
     """Shared memory of an attend block; struct Shared in attend.cuh is its layout."""
-    tile = ATTEND_TILE * (max(head_dim_k, head_dim_v) + ATTEND_PAD)
+    keys = attend_tile(n_head_kv)
+    tile = keys * (max(head_dim_k, head_dim_v) + ATTEND_PAD)
     query = 2 * columns * (head_dim_k + ATTEND_PAD)
-    weight = columns * (ATTEND_TILE + ATTEND_PAD)
-    return 2 * (tile + query + weight) + 4 * (ATTEND_TILE * head_dim_k // 32 + columns * (ATTEND_TILE + 3) + 1)
+    weight = columns * (keys + ATTEND_PAD)
+    return 2 * (tile + query + weight) + 4 * (keys * head_dim_k // 32 + columns * (keys + 3) + 1)
 
 
 def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
     chunks = _ceil_div(a["rows"] * (a["n_head"] // a["n_head_kv"]), columns)
     blocks = a["n_seqs"] * chunks * a["n_head_kv"] * a["pieces"]
-    return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
+    shared_bytes = attend_shared_bytes(columns, a["n_head_kv"], a["head_dim_k"], a["head_dim_v"])
+    return (blocks, 1, 1), (128, 1, 1), shared_bytes
 
 
 def _pipe_shape(a: dict[str, Any]) -> Shape:
@@ -315,7 +325,7 @@ KERNELS: dict[str, Kernel] = {
             "attend_combine",
             "attend_combine.cu",
             "const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx,"
-            " int n_head, int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs,"
+            " int n_head, int n_head_kv, int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
             _combine_shape,
         ),
@@ -355,7 +365,7 @@ class AttendGeometry(NamedTuple):
     def pipe_fits(self, columns: int) -> bool:
         """Whether shared memory has room for two stages of K and of V, laid out as struct Block in attend_pipe.cuh."""
         heads, team_warps = self.n_head_kv, 1 << (PIPE_WARPS // self.n_head_kv).bit_length() - 1
-        tokens = min(64, 16 * team_warps)
+        tokens = min(attend_tile(heads), 16 * team_warps)
         while tokens > 16 and tokens * (self.k_tok_bytes + self.v_tok_bytes) > PIPE_STAGE_BYTES:
             tokens //= 2
         stages = sum(4 * 128 * _ceil_div(tokens // 4 * b, 128) + 128 for b in (self.k_tok_bytes, self.v_tok_bytes))
@@ -381,5 +391,5 @@ def attend_kernel(arch: str, geometry: AttendGeometry, columns: int, pieces: int
         return f"{entry}_folds" if pieces == ATTEND_FOLDS else entry
     width = next(width for width in ATTEND_WIDTHS if geometry.head_dim_v <= width)
     narrow, wide = f"attend_{width}", f"attend_{width}_wide"
-    shared_bytes = attend_shared_bytes(32, geometry.head_dim_k, geometry.head_dim_v)
+    shared_bytes = attend_shared_bytes(32, geometry.n_head_kv, geometry.head_dim_k, geometry.head_dim_v)
     return wide if columns > 8 and wide in ATTEND_COLUMNS and shared_bytes <= ATTEND_SHARED_BYTES else narrow

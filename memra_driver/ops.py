@@ -332,8 +332,8 @@ def attend(
         pieces, at.seqs, at.n_seqs, at.health, il,
     )  # fmt: skip
     combined = (
-        part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, hv, width, pieces, at.seqs, at.n_seqs, at.health,
-        il,
+        part, result, at.pos_d, at.slot, rows, layer.max_ctx, heads, layer.n_head_kv, hv, width, pieces, at.seqs,
+        at.n_seqs, at.health, il,
     )  # fmt: skip
     launches = [(attend_kernel(e.arch, geometry, rows * gqa, pieces), sums), ("attend_combine", combined)]
     for name, args in launches:

@@ -18,7 +18,7 @@ from memra_driver.oracle_formats import BF16, BLOCK_BYTES, F64, NAMES, Array, de
 Args = dict[str, Any]
 
 NONFINITE, SCALE_OVERFLOW, FP8_SATURATED, SLOT_RANGE, BAD_ACCEPT = range(5)
-TILE, GROUPS, TAIL = 64, 132, 4
+GROUPS, TAIL = 132, 4
 
 
 # The error record.
@@ -226,6 +226,10 @@ def copy_rows(a: Args) -> None:
         a["dst"][to : to + a["columns"]] = a["src"][at : at + a["columns"]]
 
 
+def tile_keys(a: Args) -> int:
+    return 64 if a["n_head_kv"] < 3 else 32
+
+
 def attend(a: Args) -> None:
     """The result of attention stands in for the partial sums: one piece holds it all. `attend_combine` divides."""
     first, rows, heads, dim = position(a), a["rows"], a["n_head"], a["head_dim_v"]
@@ -239,7 +243,7 @@ def attend(a: Args) -> None:
     for row in range(rows):
         part[row] = 0
         part[row, :, :, dim] = -np.inf
-        piece = (first + row) // TILE % GROUPS // (GROUPS // a["pieces"])
+        piece = (first + row) // tile_keys(a) % GROUPS // (GROUPS // a["pieces"])
         part[row, :, piece, :dim] = attended(a, q[row], first + row)
         part[row, :, piece, dim:] = (0, 1)
 
@@ -265,7 +269,7 @@ def attend_combine(a: Args) -> None:
     for row in range(rows):
         last = first + row
         start = max(0, last - a["window"] + 1) if a["window"] else 0
-        tiles = range(start // TILE, last // TILE + 1)
+        tiles = range(start // tile_keys(a), last // tile_keys(a) + 1)
         pieces = sorted({tile % GROUPS // (GROUPS // a["pieces"]) for tile in tiles})
         sums = part[row][:, pieces]
         worth = np.exp2(sums[:, :, dim] - sums[:, :, dim].max(axis=1, keepdims=True))

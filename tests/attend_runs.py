@@ -13,17 +13,24 @@ from kernel_runs import run
 from memra_driver.check import args as check_args
 from memra_driver.check.args import PAIRS, Dims, Pair, partial_sums
 from memra_driver.formats import BLOCK, FORMATS
-from memra_driver.kernels import ATTEND_GROUPS, ATTEND_TILE, AttendGeometry, attend_kernel
+from memra_driver.kernels import ATTEND_GROUPS, AttendGeometry, attend_kernel, attend_tile
 
 TOLERANCE = 2e-3  # of the largest magnitude of the output
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-GROUP_ROUND = ATTEND_TILE * ATTEND_GROUPS  # keys until a group gets its second tile
 LONG: list[tuple[Pair, Dims]] = [  # formats and head dims that long sequences are tried with
     *((formats, (128, 128)) for formats in PAIRS),
     *((("q8_0", "q5_1"), dims) for dims in ((64, 64), (192, 128), (256, 256), (512, 512))),
 ]
 Heads = tuple[int, int]  # query heads, K/V heads
 Tamper = Callable[[Array, Array, Array], None]  # changes q (rows, n_head, dim), k and v (tokens, n_head_kv, dim)
+
+
+def group_round(n_head_kv: int) -> int:
+    """Keys until a group gets its second tile."""
+    return attend_tile(n_head_kv) * ATTEND_GROUPS
+
+
+GROUP_ROUND = group_round(1)  # and with two K/V heads
 
 
 # Inputs that are hard on a running softmax.
@@ -113,7 +120,10 @@ def entry_of(dev: Any, args: dict[str, Any]) -> str:
     return attend_kernel(dev.arch, AttendGeometry.of(args), columns, args["pieces"])
 
 
-COMBINED = ("pos_d", "slot", "rows", "max_ctx", "n_head", "head_dim_v", "window", "pieces", "seqs", "n_seqs", "layer")
+COMBINED = (
+    "pos_d", "slot", "rows", "max_ctx", "n_head", "n_head_kv", "head_dim_v", "window", "pieces", "seqs", "n_seqs",
+    "layer",
+)  # fmt: skip
 
 
 def combine_args(args: dict[str, Any], after: SimpleNamespace) -> dict[str, Any]:

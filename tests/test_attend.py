@@ -20,6 +20,7 @@ from attend_runs import (
     attend,
     attend_args,
     climbing,
+    group_round,
     growing,
 )
 
@@ -50,10 +51,13 @@ def test_attention_takes_any_number_of_heads_and_rows(
     assert_close(attend(dev, args).out, args)
 
 
-@pytest.mark.parametrize("pos", [0, 1, 62, 63, 64, 65, 127, 128])
+@pytest.mark.parametrize("heads", [(2, 1), (3, 3)])  # tiles of 64 keys, and of 32
+@pytest.mark.parametrize("pos", [0, 1, 30, 31, 32, 33, 62, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_attention_holds_around_the_edges_of_a_tile(dev: Any, rng: np.random.Generator, pos: int, rows: int) -> None:
-    args = attend_args(rng, rows, pos, room=1)
+def test_attention_holds_around_the_edges_of_a_tile(
+    dev: Any, rng: np.random.Generator, pos: int, rows: int, heads: Heads
+) -> None:
+    args = attend_args(rng, rows, pos, heads=heads, room=1)
     assert_close(attend(dev, args).out, args)
 
 
@@ -86,12 +90,14 @@ def test_queries_of_any_size_that_the_scale_undoes_give_the_same_scores(
     assert_close(attend(dev, args).out, args)
 
 
-@pytest.mark.parametrize("pos", [GROUP_ROUND - 2, GROUP_ROUND - 1, GROUP_ROUND, GROUP_ROUND + 64, 2 * GROUP_ROUND])
-@pytest.mark.parametrize(("tamper", "window"), [(growing, 0), (climbing, 0), (growing, 8300)])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3)])
+@pytest.mark.parametrize(("rounds", "by"), [(1, -2), (1, -1), (1, 0), (1, 64), (2, 0)])
+@pytest.mark.parametrize(("tamper", "window"), [(growing, 0), (climbing, 0), (growing, 8300), (growing, 4150)])
 def test_attention_holds_where_groups_take_another_tile(
-    dev: Any, rng: np.random.Generator, pos: int, tamper: Tamper, window: int
+    dev: Any, rng: np.random.Generator, rounds: int, by: int, heads: Heads, tamper: Tamper, window: int
 ) -> None:
-    args = attend_args(rng, 2, pos, heads=(1, 1), window=window, tamper=tamper)
+    pos = rounds * group_round(heads[1]) + by
+    args = attend_args(rng, 2, pos, heads=heads, window=window, tamper=tamper)
     assert_close(attend(dev, args).out, args)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from attend_runs import (
-    GROUP_ROUND,
     TAMPERS,
     Heads,
     Tamper,
@@ -25,6 +24,7 @@ from attend_runs import (
     climbing,
     combine_args,
     entry_of,
+    group_round,
     growing,
 )
 from checks import faults
@@ -36,20 +36,27 @@ from memra_driver.health import Fault, FaultCount
 from memra_driver.kernels import (
     ATTEND_FOLD_COLUMNS,
     ATTEND_FOLD_SEQS,
-    ATTEND_TILE,
     KERNELS,
     AttendGeometry,
     attend_kernel,
     attend_pieces,
+    attend_tile,
 )
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS
 
-FOLD = ATTEND_GROUPS // ATTEND_FOLDS * ATTEND_TILE  # keys of one
 SHAPES: list[tuple[Heads, Dims]] = [  # served by attend_pipe, by all widths that a warp sums up; then the others
     ((16, 2), (256, 256)), ((24, 4), (256, 256)), ((32, 8), (128, 128)), ((6, 2), (128, 128)), ((3, 1), (256, 512)),
     ((8, 8), (64, 192)), ((2, 1), (96, 96)), ((4, 4), (96, 512)),
 ]  # fmt: skip
+
+
+def fold_keys(n_head_kv: int) -> int:
+    """Keys of the first fold."""
+    return ATTEND_GROUPS // ATTEND_FOLDS * attend_tile(n_head_kv)
+
+
+FOLD = fold_keys(1)  # and with two K/V heads
 
 
 def members(
@@ -85,7 +92,8 @@ def assert_as_alone(dev: Any, sequences: list[dict[str, Any]]) -> list[SimpleNam
 def test_sequences_of_any_length_get_the_bits_of_their_own_calls(
     dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair
 ) -> None:
-    positions = (0, FOLD - 2, 63, 130, FOLD + 70, 64)
+    fold = fold_keys(heads[1])
+    positions = (0, fold - 2, 63, 130, fold + 70, 64)
     sequences = members(rng, positions, heads=heads, dims=dims, formats=formats, tamper=growing)
     if dev.arch == PIPE_ARCH and 96 not in dims:
         assert entry_of(dev, sequences[0]).startswith("attend_pipe")
@@ -99,25 +107,27 @@ def test_a_block_may_have_several_sequences(dev: Any, rng: np.random.Generator, 
     assert_as_alone(dev, members(rng, positions, heads=(4, 2), dims=(64, 64), tamper=climbing))
 
 
-@pytest.mark.parametrize("window", [1, 65, FOLD, 1000])
-@pytest.mark.parametrize(("rows", "heads"), [(1, (4, 4)), (4, (4, 2)), (3, (2, 2))])
+@pytest.mark.parametrize("window", [1, 65, FOLD // 2, FOLD, 1000])
+@pytest.mark.parametrize(("rows", "heads"), [(1, (4, 4)), (3, (3, 3)), (4, (4, 2)), (3, (2, 2))])
 def test_windows_and_rows_on_both_sides_of_the_edge_of_a_fold(
     dev: Any, rng: np.random.Generator, rows: int, heads: Heads, window: int
 ) -> None:
     """Groups that some rows see and others do not, in the first fold and in the last one."""
-    positions = (0, 62, FOLD - 2, FOLD + 62, 2 * FOLD - 1, 1100)
+    fold = fold_keys(heads[1])
+    positions = (0, 62, fold - 2, fold + 62, 2 * fold - 1, 1100)
     sequences = members(rng, positions, rows, heads=heads, window=window, tamper=growing)
     for args, each in zip(sequences, assert_as_alone(dev, sequences), strict=True):
         assert_close(each.out, args | {"slot": int(args["pos_d"][0])})
 
 
-@pytest.mark.parametrize(
-    ("pos", "window"), [(GROUP_ROUND + 40, 0), (GROUP_ROUND + 40, GROUP_ROUND - 70), (GROUP_ROUND + 900, 1000)]
-)
+@pytest.mark.parametrize("heads", [(2, 2), (3, 3), (4, 4)])
+@pytest.mark.parametrize(("by", "window"), [(40, 0), (40, -70), (900, 1000)])
 def test_groups_that_come_round_fold_in_their_own_order(
-    dev: Any, rng: np.random.Generator, pos: int, window: int
+    dev: Any, rng: np.random.Generator, by: int, window: int, heads: Heads
 ) -> None:
-    sequences = members(rng, (pos, 5), 2, heads=(2, 2), window=window, tamper=growing)
+    all_groups = group_round(heads[1])
+    window = window if window >= 0 else all_groups + window
+    sequences = members(rng, (all_groups + by, 5), 2, heads=heads, window=window, tamper=growing)
     assert_as_alone(dev, sequences)
 
 

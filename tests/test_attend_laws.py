@@ -23,6 +23,7 @@ from attend_runs import (
     climbing,
     combine_args,
     entry_of,
+    group_round,
     growing,
     planes_of,
     row_alone,
@@ -36,9 +37,9 @@ from memra_driver.health import Fault, FaultCount
 from memra_driver.kernels import (
     ATTEND_COLUMNS,
     ATTEND_SHARED_BYTES,
-    ATTEND_TILE,
     ATTEND_WIDTHS,
     attend_shared_bytes,
+    attend_tile,
 )
 from memra_driver.plan import ATTEND_GROUPS as GROUPS
 from memra_driver.reference_attend import FOLD
@@ -90,20 +91,30 @@ def test_rows_stand_alone_at_every_width(dev: Any, rng: np.random.Generator, dim
     assert_rows_stand_alone(dev, attend_args(rng, 2, 63, heads=(2, 1), dims=dims, tamper=growing))
 
 
-@pytest.mark.parametrize(("pos", "window"), [(GROUP_ROUND - 2, 0), (GROUP_ROUND - 1, 8300), (2 * GROUP_ROUND - 1, 0)])
+# Keys fall into tiles of 64 with the first, of 32 with the others; the last is served by attend_pipe.
+TILED: list[Heads] = [(1, 1), (3, 3), (4, 4)]
+
+
+@pytest.mark.parametrize("heads", TILED)
+@pytest.mark.parametrize(("rounds", "by", "behind"), [(1, -2, 0), (1, -1, 148), (2, -1, 0)])
 def test_rows_stand_alone_where_groups_take_another_tile(
-    dev: Any, rng: np.random.Generator, pos: int, window: int
+    dev: Any, rng: np.random.Generator, heads: Heads, rounds: int, by: int, behind: int
 ) -> None:
-    args = attend_args(rng, 3, pos, heads=(1, 1), window=window, tamper=growing)
+    pos = rounds * group_round(heads[1]) + by
+    args = attend_args(rng, 3, pos, heads=heads, window=pos - behind if behind else 0, tamper=growing)
     assert_rows_stand_alone(dev, args, rows=(0, 2))
 
 
+@pytest.mark.parametrize("heads", TILED)
 @pytest.mark.parametrize("more", [0, pytest.param(1, marks=pytest.mark.gpu), pytest.param(5, marks=pytest.mark.gpu)])
-def test_a_row_that_sees_only_a_groups_second_tile_stands_alone(dev: Any, rng: np.random.Generator, more: int) -> None:
+def test_a_row_that_sees_only_a_groups_second_tile_stands_alone(
+    dev: Any, rng: np.random.Generator, more: int, heads: Heads
+) -> None:
     """The window of the first row still holds one key of the group's first tile, those of the others do not."""
-    pos = GROUP_ROUND + more * ATTEND_TILE
-    window = pos - ATTEND_TILE + 2  # the first row sees keys from ATTEND_TILE - 1 on
-    args = attend_args(rng, 3, pos, heads=(1, 1), window=window, tamper=growing)
+    keys = attend_tile(heads[1])
+    pos = group_round(heads[1]) + more * keys
+    window = pos - keys + 2  # the first row sees keys from keys - 1 on
+    args = attend_args(rng, 3, pos, heads=heads, window=window, tamper=growing)
     assert np.isfinite(attend(dev, args).out).all()
     assert_rows_stand_alone(dev, args)
 
@@ -115,29 +126,35 @@ TILES = sorted({at + by for at in (1, 2, FOLD, 2 * FOLD, GROUPS - FOLD, GROUPS, 
 def assert_rows_stand_alone_around(dev: Any, args: dict[str, Any], tiles: Iterable[int]) -> None:
     """The rows of args, from two before the first key of each of these tiles on."""
     for tile in tiles:
-        assert_rows_stand_alone(dev, args | {"slot": tile * ATTEND_TILE - 2})
+        assert_rows_stand_alone(dev, args | {"slot": tile * attend_tile(args["n_head_kv"]) - 2})
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 65, 66])
+@pytest.mark.parametrize(
+    ("heads", "window"),
+    [*(((3, 1), window) for window in (1, 2, 3, 65, 66)), *((heads, w) for heads in TILED[1:] for w in (1, 2, 33, 34))],
+)
 def test_rows_stand_alone_around_the_edges_of_tiles_groups_and_folds(
-    dev: Any, rng: np.random.Generator, window: int
+    dev: Any, rng: np.random.Generator, heads: Heads, window: int
 ) -> None:
-    args = attend_args(rng, 4, TILES[-1] * ATTEND_TILE, heads=(3, 1), window=window, tamper=growing)
+    args = attend_args(rng, 4, TILES[-1] * attend_tile(heads[1]), heads=heads, window=window, tamper=growing)
     assert_rows_stand_alone_around(dev, args, TILES)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("formats", "tamper", "window"),
-    [(("q8_0", "q5_1"), growing, 0), (("fp8", "q4_0"), climbing, 0), (("q8_0", "fp8"), growing, 65)],
-)
+    ("heads", "formats", "tamper", "window"),
+    [
+        ((6, 1), ("q8_0", "q5_1"), growing, 0), ((6, 1), ("fp8", "q4_0"), climbing, 0),
+        ((6, 1), ("q8_0", "fp8"), growing, 65), ((8, 8), ("q8_0", "q5_1"), growing, 0),
+        ((6, 3), ("fp8", "q4_0"), climbing, 33),
+    ],
+)  # fmt: skip
 def test_rows_stand_alone_around_every_edge_of_a_tile(
-    cuda: Any, rng: np.random.Generator, formats: Pair, tamper: Tamper, window: int
+    cuda: Any, rng: np.random.Generator, heads: Heads, formats: Pair, tamper: Tamper, window: int
 ) -> None:
     tiles = range(1, 2 * GROUPS + 2)
-    args = attend_args(
-        rng, 4, tiles[-1] * ATTEND_TILE, heads=(6, 1), formats=formats, window=window, tamper=tamper, room=2
-    )
+    tokens = tiles[-1] * attend_tile(heads[1])
+    args = attend_args(rng, 4, tokens, heads=heads, formats=formats, window=window, tamper=tamper, room=2)
     assert_rows_stand_alone_around(cuda, args, tiles)
 
 
@@ -166,12 +183,12 @@ def test_rows_of_long_sequences_stand_alone(
 
 
 @pytest.mark.parametrize("width", [width for width in ATTEND_WIDTHS if f"attend_{width}_wide" in ATTEND_COLUMNS])
-@pytest.mark.parametrize(("rows", "heads"), [(1, (1, 1)), (3, (3, 1)), (5, (14, 2))])
+@pytest.mark.parametrize(("rows", "heads"), [(1, (1, 1)), (3, (3, 1)), (5, (14, 2)), (4, (9, 3))])
 def test_the_wide_entry_gives_the_bits_of_the_narrow_one(
     dev: Any, rng: np.random.Generator, width: int, rows: int, heads: Heads
 ) -> None:
     args = attend_args(rng, rows, 62, heads=heads, dims=(64, width), tamper=growing)
-    assert attend_shared_bytes(32, 64, width) <= ATTEND_SHARED_BYTES
+    assert attend_shared_bytes(32, heads[1], 64, width) <= ATTEND_SHARED_BYTES
     narrow = attend(dev, args, f"attend_{width}")
     wide = attend(dev, args, f"attend_{width}_wide")
     assert_same_bits(wide.out, narrow.out)
@@ -186,7 +203,7 @@ def test_a_wider_entry_than_needed_gives_the_same_bits(dev: Any, rng: np.random.
 
 
 @pytest.mark.parametrize("window", [0, 30])
-@pytest.mark.parametrize(("rows", "heads"), [(1, (2, 2)), (2, (6, 1))])
+@pytest.mark.parametrize(("rows", "heads"), [(1, (2, 2)), (2, (6, 1)), (2, (3, 3))])
 def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(
     dev: Any, rng: np.random.Generator, rows: int, heads: Heads, window: int
 ) -> None:
@@ -318,22 +335,47 @@ def test_a_window_of_all_keys_is_no_window(dev: Any, rng: np.random.Generator) -
         assert_same_bits(attend(dev, args | {"window": window}).out, expected)
 
 
-@pytest.mark.parametrize(("pos", "window"), [(0, 0), (64, 0), (200, 70), (GROUP_ROUND, 0), (GROUP_ROUND + 700, 100)])
+@pytest.mark.parametrize("heads", TILED)
+@pytest.mark.parametrize(
+    ("rounds", "by", "window"), [(0, 0, 0), (0, 64, 0), (0, 200, 70), (1, 0, 0), (1, 700, 100)]
+)
 def test_scratch_that_nobody_wrote_never_reaches_the_output(
-    dev: Any, rng: np.random.Generator, pos: int, window: int
+    dev: Any, rng: np.random.Generator, rounds: int, by: int, window: int, heads: Heads
 ) -> None:
-    args = attend_args(rng, 2, pos, heads=(1, 1), window=window)
+    args = attend_args(rng, 2, rounds * group_round(heads[1]) + by, heads=heads, window=window)
     expected = attend(dev, args).out
     assert np.isfinite(expected).all()
     for fill in (0x00, 0x7F):
-        assert_same_bits(attend(dev, args | {"part": partial_sums(2, 1, 64, fill)}).out, expected)
+        assert_same_bits(attend(dev, args | {"part": partial_sums(2, heads[0], 64, fill)}).out, expected)
 
 
-@pytest.mark.parametrize(("pos", "window"), [(10, 0), (GROUP_ROUND + 64, 0), (GROUP_ROUND + 100, 300), (300, 20)])
-def test_a_query_that_is_not_finite_is_reported_once_a_head_and_row(
-    dev: Any, rng: np.random.Generator, pos: int, window: int
+@pytest.mark.parametrize(("heads", "keys"), [((1, 1), 64), ((4, 2), 64), ((3, 3), 32), ((4, 4), 32), ((8, 8), 32)])
+@pytest.mark.parametrize(("pos", "window"), [(0, 0), (31, 0), (32, 0), (63, 0), (64, 0), (500, 0), (500, 100)])
+def test_a_key_belongs_to_the_group_of_its_tile_and_to_no_other(
+    dev: Any, rng: np.random.Generator, heads: Heads, keys: int, pos: int, window: int
 ) -> None:
-    args = attend_args(rng, 3, pos, heads=(4, 2), window=window)
+    args = attend_args(rng, 1, pos, heads=heads, window=window)
+    entry, first = entry_of(dev, args), max(0, pos - window + 1) if window else 0
+
+    def sums_of(launch: dict[str, Any]) -> Any:
+        return run(dev, entry, **launch).part.view(np.uint32).reshape(heads[0], GROUPS, -1)[..., :66]
+
+    before = sums_of(args)
+    written = (before != np.uint32(0xFFFFFFFF)).all(axis=(0, 2))
+    assert np.flatnonzero(written).tolist() == sorted({key // keys % GROUPS for key in range(first, pos + 1)})
+    for key in {first, first + (pos - first) // 2, pos, min(pos, 31), min(pos, 32)}:
+        after = sums_of(change_tokens(args, "v", slice(key, key + 1), 0x11))
+        changed = (after != before).any(axis=(0, 2))
+        assert np.flatnonzero(changed).tolist() == ([key // keys % GROUPS] if key >= first else [])
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+@pytest.mark.parametrize(("rounds", "by", "window"), [(0, 10, 0), (1, 64, 0), (1, 100, 300), (0, 300, 20)])
+def test_a_query_that_is_not_finite_is_reported_once_a_head_and_row(
+    dev: Any, rng: np.random.Generator, rounds: int, by: int, window: int, heads: Heads
+) -> None:
+    pos = rounds * group_round(heads[1]) + by
+    args = attend_args(rng, 3, pos, heads=heads, window=window)
     q = args["q"].reshape(3, 4, 64)
     q[1, 0, [3, 60]] = np.nan
     q[1, 3, 9] = np.inf

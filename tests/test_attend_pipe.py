@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from attend_runs import (
-    GROUP_ROUND,
     TAMPERS,
     Heads,
     Tamper,
@@ -23,6 +22,7 @@ from attend_runs import (
     climbing,
     combine_args,
     entry_of,
+    group_round,
     growing,
     row_alone,
 )
@@ -93,12 +93,13 @@ def test_rows_may_stand_on_both_sides_of_the_edge_of_a_stage(
     assert_rows_stand_alone(dev, args)
 
 
-@pytest.mark.parametrize(
-    ("pos", "window"),
-    [(GROUP_ROUND - 1, 0), (GROUP_ROUND + 40, 8300), pytest.param(2 * GROUP_ROUND - 1, 0, marks=pytest.mark.gpu)],
-)
-def test_groups_may_take_several_tiles(dev: Any, rng: np.random.Generator, pos: int, window: int) -> None:
-    args = attend_args(rng, 2, pos, heads=(4, 4), window=window, tamper=growing)
+@pytest.mark.parametrize(("heads", "dims"), SMALL)
+@pytest.mark.parametrize(("rounds", "by", "window"), [(1, -1, 0), (1, 40, 4150), (2, -1, 0)])
+def test_groups_may_take_several_tiles(
+    dev: Any, rng: np.random.Generator, rounds: int, by: int, window: int, heads: Heads, dims: Dims
+) -> None:
+    pos = rounds * group_round(heads[1]) + by
+    args = attend_args(rng, 2, pos, heads=heads, dims=dims, window=window, tamper=growing)
     assert_close(attend(dev, args).out, args)
     assert_rows_stand_alone(dev, args)
 

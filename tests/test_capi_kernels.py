@@ -97,7 +97,7 @@ def some_arguments(random_: random.Random, name: str) -> dict[str, Any]:
     if "pieces" in args:
         args["pieces"] = ATTEND_GROUPS if name in ATTEND_ENTRIES else random_.choice([ATTEND_FOLDS, ATTEND_GROUPS])
     if name in ATTEND_ENTRIES:
-        args["n_head_kv"] = random_.choice([1, 2, 4])
+        args["n_head_kv"] = random_.choice([1, 2, 3, 4])
         args["n_head"] = args["n_head_kv"] * random_.randint(1, 16)
         if random_.random() < 0.5:  # at most as many columns as the narrow entry takes, or one more
             args["rows"], args["n_head"] = random_.choice([1, 7, 8, 9]), args["n_head_kv"]

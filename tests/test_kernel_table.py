@@ -136,8 +136,13 @@ def test_the_table_and_the_text_agree_on_the_rows_that_a_thread_of_conv_walks() 
 
 def test_the_table_the_twin_and_the_text_agree_on_the_order_of_attention() -> None:
     numbers = dict(re.findall(r"#define (\w+) (\d+)", text_of("attend.cuh")))
-    for name in ("TILE", "GROUPS", "PAD"):
+    for name in ("MOST_KEYS", "GROUPS", "PAD"):
         assert int(numbers[name]) == getattr(kernels, f"ATTEND_{name}")
+    (rule,) = re.findall(r"tile_shift_of\(int n_head_kv\) \{ return n_head_kv > (\d+) \? (\d+) : (\d+); \}",
+                         text_of("attend.cuh"))  # fmt: skip
+    few, half, whole = map(int, rule)
+    for n_head_kv in range(1, 65):
+        assert 1 << (half if n_head_kv > few else whole) == kernels.attend_tile(n_head_kv)
     assert int(numbers["FOLD"]) == FOLD
     assert int(numbers["FOLDS"]) == kernels.ATTEND_FOLDS
     assert int(numbers["FOLD"]) * int(numbers["FOLDS"]) == int(numbers["GROUPS"])
@@ -157,7 +162,8 @@ def test_every_pair_of_head_dims_has_an_entry_that_fits_into_shared_memory(head_
     for columns in (1, 8, 9, 256):
         geometry = kernels.AttendGeometry(1, head_dim_k, head_dim_v, 0, 0, 0, 1)
         name = kernels.attend_kernel("sm_80", geometry, columns, kernels.ATTEND_GROUPS)
-        assert attend_shared_bytes(kernels.ATTEND_COLUMNS[name], head_dim_k, head_dim_v) <= kernels.ATTEND_SHARED_BYTES
+        n_bytes = attend_shared_bytes(kernels.ATTEND_COLUMNS[name], 1, head_dim_k, head_dim_v)
+        assert n_bytes <= kernels.ATTEND_SHARED_BYTES
         assert columns > 8 or not name.endswith("_wide")
 
 

@@ -26,7 +26,7 @@ from memra_driver.check.args import (
     spoil,
 )
 from memra_driver.check.case import TOLERANCE, Case, batch, single
-from memra_driver.kernels import ATTEND_FOLD_COLUMNS, ATTEND_TILE, PIPE_FIXED, AttendGeometry, attend_kernel
+from memra_driver.kernels import ATTEND_FOLD_COLUMNS, PIPE_FIXED, AttendGeometry, attend_kernel, attend_tile
 from memra_driver.nvrtc import PIPE_ARCH
 from memra_driver.oracle_formats import encode
 from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_TAIL
@@ -110,16 +110,22 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
     cases += [Attend(PAIRS[0], (256, 256), 1, 100, 1, 2)]  # fewer columns than a team has warps
     windows = ((0, 0), (63, 64), (130, 7), (128, 65))
     cases += [Attend(PAIRS[3], rows=3, pos=pos, window=window) for pos, window in windows]
+    windows = ((30, 0), (31, 32), (62, 7), (64, 33))
+    cases += [Attend(PAIRS[3], rows=3, pos=pos, heads_kv=4, window=window) for pos, window in windows]
     kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
     cases += [Attend(PAIRS[1], rows=2, pos=300, kind=kind) for kind in kinds]
     cases += [Attend(PAIRS[1], (64, 64), 2, 300, 8, kind=kind) for kind in kinds]
-    around = ATTEND_GROUPS * ATTEND_TILE  # the first groups get a second tile
-    cases += [Attend(PAIRS[2], rows=3, pos=around - 1, heads_kv=1)]
+    around = {heads_kv: ATTEND_GROUPS * attend_tile(heads_kv) for heads_kv in (1, 2, 4)}  # groups get a second tile
+    cases += [Attend(PAIRS[2], rows=3, pos=around[heads_kv] - 1, heads_kv=heads_kv) for heads_kv in (1, 4)]
     if not small:
         cases += [Attend(pair, (256, 256), 5, 400, 2, 8) for pair in PAIRS]
         cases += [Attend(PAIRS[0], (512, 512), rows, 150, 1, 8) for rows in (1, 16)]
         cases += [Attend(PAIRS[0], (192, 192), 9, 77, 2, 5), Attend(PAIRS[4], (128, 128), 16, 1000, 4, 4)]
-        cases += [Attend(PAIRS[0], rows=2, pos=around + 70, window=window) for window in (0, 500, around)]
+        cases += [
+            Attend(PAIRS[0], rows=2, pos=around[heads_kv] + 70, heads_kv=heads_kv, window=window)
+            for heads_kv in (2, 4)
+            for window in (0, 500, around[heads_kv])
+        ]
     for a in cases:
         yield attend_case(a, args_of(rng, a))
     a = Attend(PAIRS[0])
@@ -161,12 +167,16 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
 
 def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
     """Partial sums of any pieces; those without a key are NaN."""
-    shapes = [(1, 2, 64, 0, 0), (3, 4, 96, 700, 0), (2, 1, 512, 9000, 0), (2, 3, 64, 9000, 300)]
-    for (rows, heads, dim, pos, window), pieces in product(shapes, (ATTEND_GROUPS, ATTEND_FOLDS)):
+    shapes = [  # rows, heads, K/V heads, dims, position, window
+        (1, 2, 1, 64, 0, 0), (3, 4, 2, 96, 700, 0), (2, 1, 1, 512, 9000, 0), (2, 3, 1, 64, 9000, 300),
+        (3, 4, 4, 96, 350, 0), (2, 3, 3, 64, 5000, 0), (2, 8, 8, 64, 4500, 300),
+    ]  # fmt: skip
+    for (rows, heads, heads_kv, dim, pos, window), pieces in product(shapes, (ATTEND_GROUPS, ATTEND_FOLDS)):
+        keys = attend_tile(heads_kv)
         part = np.full((rows, heads, pieces, dim + ATTEND_TAIL), np.nan, np.float32)
         for row in range(rows):
             last = pos + row
-            tiles = range((max(0, last - window + 1) if window else 0) // ATTEND_TILE, last // ATTEND_TILE + 1)
+            tiles = range((max(0, last - window + 1) if window else 0) // keys, last // keys + 1)
             used = sorted({tile % ATTEND_GROUPS // (ATTEND_GROUPS // pieces) for tile in tiles})
             weight = rng.uniform(0.1, 64, (heads, len(used), 1))
             most = rng.normal(0, 4, (heads, len(used), 1))
@@ -174,8 +184,9 @@ def combine_cases(rng: Rng, small: bool) -> Iterator[Case]:
             part[row][:, used, : dim + 2] = np.concatenate([sums, most, weight], axis=2)
         args = {
             "part": part.reshape(-1), "out": poison(rows * heads * dim), "pos_d": None, "slot": pos, "rows": rows,
-            "max_ctx": pos + rows, "n_head": heads, "head_dim_v": dim, "window": window, "pieces": pieces, **ALONE,
-            "health": record(), "layer": LAYER,
+            "max_ctx": pos + rows, "n_head": heads, "n_head_kv": heads_kv, "head_dim_v": dim, "window": window,
+            "pieces": pieces, **ALONE, "health": record(), "layer": LAYER,
         }  # fmt: skip
-        title = f"{heads} heads of {dim}, {rows} rows at {pos}{f', window {window}' if window else ''}, {pieces} pieces"
+        what = f"{heads_kv}x{heads // heads_kv} heads of {dim}, {rows} rows at {pos}"
+        title = f"{what}{f', window {window}' if window else ''}, {pieces} pieces"
         yield single(title, "attend_combine", args, tolerance={"out": TOLERANCE})
