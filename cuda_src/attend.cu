@@ -13,14 +13,15 @@
 // multiply V are those that divide. V is decoded in f32 and rounded to f16: values beyond 65504 become infinite.
 #include "attend.cuh"
 
-// score (columns, tile_keys) = what each key of the tile is to each column, as a power of two; minus infinity unseen.
+// score (columns, MOST_KEYS) = what each key of the tile is to each column, as a power of two; minus infinity unseen.
+// start: the tile's first key.
 template <int NT>
-static __device__ void scores(const Shared& s, const Work& work, int dim, int stride, long long tile) {
+static __device__ void scores(const Shared& s, const Work& work, int dim, int stride, long long start) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int query_stride = dim + PAD, row = 16 * warp + g, blocks = dim / 32, keys = work.tile_keys();
-    if (16 * warp >= keys) return;
+    const int query_stride = dim + PAD, row = 16 * warp + g, blocks = dim / 32;
+    const bool has_keys = 16 * warp < work.tile_keys();  // else its part of a tile counts as unseen
     float total[NT][4] = {};
-    for (int block = 0; block < blocks; block++) {
+    for (int block = 0; has_keys && block < blocks; block++) {
         float sum[NT][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -51,27 +52,26 @@ static __device__ void scores(const Shared& s, const Work& work, int dim, int st
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int column = 8 * n + 2 * t + (i & 1), key = row + 8 * (i / 2);
-            const bool seen = column < work.columns && work.sees(column, (tile << work.tile_shift) + key);
-            s.score[column * keys + key] = seen ? __fmul_rn(total[n][i], s.factor[column]) : minus_infinity();
+            const bool seen = column < work.columns && has_keys && work.sees(column, start + key);
+            s.score[column * MOST_KEYS + key] = seen ? __fmul_rn(total[n][i], s.factor[column]) : minus_infinity();
         }
     }
 }
 
 // Weights of a tile, and what the sums before it are worth now. A warp takes every fourth column; lane l keys l, l + 32.
 template <int NT>
-static __device__ void softmax(const Shared& s, int keys, float most[2 * NT], float sum[2 * NT]) {
+static __device__ void softmax(const Shared& s, float most[2 * NT], float sum[2 * NT]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
         const int column = warp + 4 * i;
-        const float a = s.score[column * keys + lane];
-        const float b = keys > 32 ? s.score[column * keys + lane + 32] : minus_infinity();
+        const float a = s.score[column * MOST_KEYS + lane], b = s.score[column * MOST_KEYS + lane + 32];
         const float now = memra_max(most[i], memra_warp_max(memra_max(a, b)));
         const float base = now == minus_infinity() ? 0.0f : now;
         const float worth = exp2_of(__fsub_rn(most[i], base));
         const uint16_t p = memra_to_f16(exp2_of(__fsub_rn(a, base))), r = memra_to_f16(exp2_of(__fsub_rn(b, base)));
-        s.weight[column * (keys + PAD) + lane] = p;
-        if (keys > 32) s.weight[column * (keys + PAD) + lane + 32] = r;
+        s.weight[column * (MOST_KEYS + PAD) + lane] = p;
+        s.weight[column * (MOST_KEYS + PAD) + lane + 32] = r;
         const float added = memra_warp_sum(__fadd_rn(memra_from_f16(p), memra_from_f16(r)));
         sum[i] = __fmaf_rn(sum[i], worth, added);
         most[i] = now;
@@ -81,8 +81,8 @@ static __device__ void softmax(const Shared& s, int keys, float most[2 * NT], fl
 
 // out (dims of this warp, columns) = out * rescale + V^T weights.
 template <int MT, int NT>
-static __device__ void weigh(const Shared& s, const Work& work, int dim, int stride, long long tile, float out[MT][NT][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, keys = work.tile_keys();
+static __device__ void weigh(const Shared& s, const Work& work, int dim, int stride, long long start, float out[MT][NT][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         const float worth[2] = {s.rescale[8 * n + 2 * t], s.rescale[8 * n + 2 * t + 1]};
@@ -95,11 +95,11 @@ static __device__ void weigh(const Shared& s, const Work& work, int dim, int str
     const bool odd = *s.odd != 0;
 #pragma unroll
     for (int k = 0; k < MOST_KEYS; k += 16) {
-        if (k >= keys) break;
+        if (k >= work.tile_keys()) break;
         uint32_t b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const uint16_t* column = s.weight + (8 * n + g) * (keys + PAD) + k + 2 * t;
+            const uint16_t* column = s.weight + (8 * n + g) * (MOST_KEYS + PAD) + k + 2 * t;
             b[n][0] = *(const uint32_t*)column;
             b[n][1] = *(const uint32_t*)(column + 8);
         }
@@ -122,7 +122,7 @@ static __device__ void weigh(const Shared& s, const Work& work, int dim, int str
                 end = end < work.columns ? end : work.columns;
                 uint32_t seen[4];
                 for (int i = 0; i < 4; i++) {
-                    const long long key = (tile << work.tile_shift) + k + 2 * t + 8 * (i / 2);
+                    const long long key = start + k + 2 * t + 8 * (i / 2);
                     seen[i] = a[i] & ((work.sees(first, key) ? 0xFFFFu : 0u) | (work.sees(first, key + 1) ? 0xFFFF0000u : 0u));
                 }
                 for (int n = 0; n < NT; n++) {
@@ -221,14 +221,15 @@ static __device__ void attend(const float* q, const uint8_t* k, const uint8_t* v
         const long long begin = first_tile + (behind + group) % GROUPS;
         if (begin > last_tile) continue;
         for (long long tile = begin; tile <= last_tile; tile += GROUPS) {
-            load_tile(s, work, k, k_tok_bytes, k_format, head, head_dim_k, stride, tile, false);
+            const long long start = tile << work.tile_shift;
+            load_tile(s, work, k, k_tok_bytes, k_format, head, head_dim_k, stride, start, false);
             __syncthreads();
-            scores<NT>(s, work, head_dim_k, stride, tile);
+            scores<NT>(s, work, head_dim_k, stride, start);
             __syncthreads();
-            softmax<NT>(s, work.tile_keys(), most, sum);
-            load_tile(s, work, v, v_tok_bytes, v_format, head, head_dim_v, stride, tile, true);
+            softmax<NT>(s, most, sum);
+            load_tile(s, work, v, v_tok_bytes, v_format, head, head_dim_v, stride, start, true);
             __syncthreads();
-            weigh<MT, NT>(s, work, head_dim_v, stride, tile, out);
+            weigh<MT, NT>(s, work, head_dim_v, stride, start, out);
             __syncthreads();
         }
         fold<MT, NT>(s, out, most, sum, all_out, all_most, all_sum);

@@ -21,9 +21,8 @@ static __device__ float exp2_of(float x) {
 #endif
 }
 
-// A tile is 2^tile_shift_of keys: half as many where there are more than two K/V heads, whose tokens are long and whose
-// teams of attend_pipe have warps for no more than that at a time. Every order of sums follows from it, so nothing else than
-// the geometry of a cache may decide it.
+// A tile is 2^tile_shift_of keys: no more than a block of attend_pipe works on at a time where few warps share a K/V head.
+// Every order of sums follows from it, so nothing but the geometry of a cache decides it.
 static __device__ constexpr int tile_shift_of(int n_head_kv) { return n_head_kv > 2 ? 5 : 6; }
 
 static __device__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
@@ -118,9 +117,9 @@ static __device__ void decode_v(const uint8_t* bytes, int index, int format, uin
 struct Shared {
     uint16_t* tile;   // (tile_keys, widest head + PAD): codes of K, then V
     uint16_t* query;  // (2, columns, head_dim_k + PAD): high and low part
-    uint16_t* weight; // (columns, tile_keys + PAD)
+    uint16_t* weight; // (columns, MOST_KEYS + PAD)
     float* d;         // (tile_keys, head_dim_k / 32)
-    float* score;     // (columns, tile_keys)
+    float* score;     // (columns, MOST_KEYS)
     float* factor;    // (columns): from the sum of codes to a power of two
     float* rescale;   // (columns): what the old sums are worth,
     float* own;       // (columns): and those of a group that is folded
@@ -133,9 +132,9 @@ static __device__ Shared carve(uint8_t* bytes, int tile_keys, int columns, int h
     s.tile = (uint16_t*)bytes;
     s.query = s.tile + tile_keys * (widest + PAD);
     s.weight = s.query + 2 * columns * (head_dim_k + PAD);
-    s.d = (float*)(s.weight + columns * (tile_keys + PAD));
+    s.d = (float*)(s.weight + columns * (MOST_KEYS + PAD));
     s.score = s.d + tile_keys * (head_dim_k / 32);
-    s.factor = s.score + columns * tile_keys;
+    s.factor = s.score + columns * MOST_KEYS;
     s.rescale = s.factor + columns;
     s.own = s.rescale + columns;
     s.odd = (int*)(s.own + columns);
@@ -192,13 +191,13 @@ static __device__ void load_query(const Shared& s, const Work& work, const float
 
 // Codes and scales of K, or V, of one tile; rows that nobody sees are 0.
 static __device__ void load_tile(const Shared& s, const Work& work, const uint8_t* bytes, long long tok_bytes, int format,
-                                 int head, int dim, int stride, long long tile, bool is_v) {
+                                 int head, int dim, int stride, long long start, bool is_v) {
     const int blocks = dim / 32;
     if (is_v && threadIdx.x == 0) *s.odd = 0;
     if (is_v) __syncthreads();
     for (int i = threadIdx.x; i < blocks << work.tile_shift; i += THREADS) {
         const int row = i / blocks, block = i - row * blocks;
-        const long long key = (tile << work.tile_shift) + row;
+        const long long key = start + row;
         uint32_t x[16] = {};
         float d = 0.0f;
         if (!work.none_sees(key)) {

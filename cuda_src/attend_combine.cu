@@ -56,7 +56,8 @@ static __device__ float2 fold_groups(const float* from, int stride, int head_dim
 // part (n_seqs, rows, n_head, pieces, head_dim_v + TAIL), pieces of GROUPS or FOLDS; out (n_seqs, rows, n_head, head_dim_v).
 extern "C" __global__ void __launch_bounds__(384) attend_combine(
         const float* part, float* out, const int* pos_d, long long slot, int rows, long long max_ctx, int n_head,
-        int n_head_kv, int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
+        int n_head_kv, int head_dim_v, int window, int pieces, const memra_seq* seqs, int n_seqs, memra_health* health,
+        int layer) {
     __shared__ float2 own_of[FOLDS];
     __shared__ float2 value_of[FOLDS][DIMS / 2];
     const bool folds = pieces == GROUPS;  // each warp a fold of the block's dims; else each warp other dims

@@ -442,8 +442,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *
  * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
  * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
- * S(c) = 2 * (t * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + (t + 8) * c)
- * + 4 * (t * head_dim_k / 32 + (t + 3) * c + 1) bytes, which an entry of attend must have been allowed by
+ * S(c) = 2 * (t * (max(head_dim_k, head_dim_v) + 8) + 2 * c * (head_dim_k + 8) + 72 * c)
+ * + 4 * (t * head_dim_k / 32 + 67 * c + 1) bytes, which an entry of attend must have been allowed by
  * cuKernelSetAttribute. t, the keys that are summed together, is 64, or 32 where n_head_kv is more than 2; attend_combine
  * takes it from n_head_kv, too.
  * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane: attend_pipe_W_C, and

@@ -328,8 +328,8 @@ static int64_t attend_tile(int32_t n_head_kv) {
 static int64_t attend_shared_bytes(int64_t columns, int32_t n_head_kv, int64_t head_dim_k, int64_t head_dim_v) {
     const int64_t widest = head_dim_k > head_dim_v ? head_dim_k : head_dim_v, keys = attend_tile(n_head_kv);
     const int64_t tile = keys * (widest + ATTEND_PAD), query = 2 * columns * (head_dim_k + ATTEND_PAD);
-    const int64_t weight = columns * (keys + ATTEND_PAD);
-    return 2 * (tile + query + weight) + 4 * (keys * head_dim_k / 32 + columns * (keys + 3) + 1);
+    const int64_t weight = columns * (ATTEND_MOST_KEYS + ATTEND_PAD);
+    return 2 * (tile + query + weight) + 4 * (keys * head_dim_k / 32 + columns * (ATTEND_MOST_KEYS + 3) + 1);
 }
 
 /* What decides, beside the GPU, which path serves attention: AttendGeometry in kernels.py. */

@@ -90,9 +90,9 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def attend_tile(n_head_kv: int) -> int:
-    """Keys of a tile. Every order of sums follows from it: it hangs on the geometry of a cache and on nothing else.
+    """Keys of a tile: no more than a block of attend_pipe works on at a time where few warps share a K/V head.
 
-    Half as many with more than two K/V heads: a block of attend_pipe has no warps for more of them at a time.
+    Every order of sums follows from it, so nothing but the geometry of a cache decides it.
     """
     return ATTEND_MOST_KEYS if n_head_kv <= 2 else ATTEND_MOST_KEYS // 2
 
@@ -102,8 +102,8 @@ def attend_shared_bytes(columns: int, n_head_kv: int, head_dim_k: int, head_dim_
     keys = attend_tile(n_head_kv)
     tile = keys * (max(head_dim_k, head_dim_v) + ATTEND_PAD)
     query = 2 * columns * (head_dim_k + ATTEND_PAD)
-    weight = columns * (keys + ATTEND_PAD)
-    return 2 * (tile + query + weight) + 4 * (keys * head_dim_k // 32 + columns * (keys + 3) + 1)
+    weight = columns * (ATTEND_MOST_KEYS + ATTEND_PAD)
+    return 2 * (tile + query + weight) + 4 * (keys * head_dim_k // 32 + columns * (ATTEND_MOST_KEYS + 3) + 1)
 
 
 def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
