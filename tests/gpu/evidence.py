@@ -143,7 +143,7 @@ def tests() -> list[Line]:
 
 
 def through_c() -> list[Line]:
-    """memcheck over them with a second turn, through the C library; the other tools watch kernels, which are the same."""
+    """memcheck over them with a second turn, through the C library; other tools watch kernels, which are the same."""
     return sanitized_groups("sanitized_c", [("memcheck", group, f"{i}/3") for group in SANITIZED for i in (1, 2, 3)])
 
 
