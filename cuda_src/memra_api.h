@@ -361,6 +361,7 @@ MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);
 
 /* ---- Back and forth ---- */
 
+/* Both launch restore, or copy_many where the states of some layers were exchanged and those of others not. */
 MEMRA_API int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot);
 MEMRA_API int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot);
 MEMRA_API int memra_snapshot_free(memra_snapshot *snapshot);  /* what memra_snapshot_new made; NULL does nothing */
