@@ -102,7 +102,7 @@ def test_the_parameters_in_the_text_are_those_of_the_table(kernel: Kernel) -> No
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_a_kernel_waits_for_the_one_in_front_of_it_before_anything_else(kernel: Kernel) -> None:
-    """A launch may begin before that one has ended: until then a kernel does sums and makes its pipes; no thread ends."""
+    """A launch may begin before that one has ended: until then a kernel does sums and makes pipes; no thread ends."""
     whole = text_of("attend_pipe_block.cuh") if kernel.arch else expanded(kernel.source)
     name = "void attend" if kernel.arch else kernel.name
     body = re.search(rf"\b{name}\([^)]*\)\s*\{{(.*)", whole, re.DOTALL)
