@@ -439,7 +439,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * columns, at most 512, divides state_size into multiples of 32 or is a multiple of it; blocks is (num_v / num_k) *
  * state_size / columns, or 1. D = 4 * (min(rows, 8) * (2 * state_size + columns) + 16 * max(1, columns // state_size)
  * + (blocks > 1 ? 2 * state_size * (d_conv - 1) : 0)) bytes. Launches of recur_step out of one loaded cubin must not
- * run at the same time. restore copies bytes and bytes2, either of which may be 0; counters are 0 where no mask has a bit.
+ * run at the same time. restore copies bytes and bytes2, either of which may be 0; counters may be 0 where no mask has a
+ * bit.
  *
  * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
  * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.
