@@ -411,9 +411,12 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs
  * 1 without one. A grid is one-dimensional but for those of gdn_scan and recur_step; one of no blocks is not launched.
  * a / b rounds up here, a // b down.
- * On GPUs from sm_90 on the functions launch by cuLaunchKernelEx with CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
- * blocks may start while the kernel in front of them in the stream ends, whoever launched that, and wait for all of it
- * (griddepcontrol.wait) before they look at memory. Who launches an entry may do so too, or leave it.
+ * On GPUs from sm_90 on, with drivers from 12.3 on, the functions launch with
+ * CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: blocks may start while the kernel in front of them in the stream
+ * ends, whoever launched that, and wait for all of it (griddepcontrol.wait) before they look at memory; that what came
+ * before it has ended too they take from its end, so a kernel of yours that is launched so waits as well. In a graph these
+ * edges are programmatic, and a query of edges without their data is CUDA_ERROR_LOSSY_QUERY. Who launches an entry may
+ * launch it so, or leave it.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
  *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 16 : 32))                          128       0

@@ -8,6 +8,7 @@ No objects, no policy, no state: streams, events, contexts and pointers are ints
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -478,12 +479,18 @@ def launch_config(
     config.sharedMemBytes = shared_bytes
     config.hStream = _cu.CUstream(stream)
     if early:
-        attribute = _cu.CUlaunchAttribute()
-        attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
+        config.attrs = _early()
         config.numAttrs = 1
     return config
+
+
+@functools.cache
+def _early() -> list[Any]:
+    """The attribute, which a config copies: the bindings take ten times as long to make one as to make a config."""
+    attribute = _cu.CUlaunchAttribute()
+    attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return [attribute]
 
 
 def launch_kernel(kernel: int, config: Any, params: int, name: str = "") -> None:

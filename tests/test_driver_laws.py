@@ -10,7 +10,7 @@ import pytest
 from caches import POLICY, Feed, attention_only, put, tiny
 from standin import Call, StandIn
 
-from memra_driver import ops
+from memra_driver import driver, ops
 from memra_driver.cache import Cache
 from memra_driver.config import SsmConfig
 from memra_driver.kernels import RESTORE_BYTES
@@ -257,6 +257,16 @@ def test_a_launch_may_begin_before_the_one_in_front_has_ended_where_gpu_and_driv
     launches = standin.calls("cuLaunchKernelEx")
     assert {launch.captured for launch in launches if launch.kernel == "append_kv"} == {True, False}
     assert {launch.early for launch in launches} == {early}
+
+
+def test_what_lets_a_launch_begin_early_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings take longer to make an attribute than to launch."""
+    first = driver.launch_config((1, 1, 1), (32, 1, 1), 0, 0, early=True)
+    monkeypatch.setattr("cuda.bindings.driver.CUlaunchAttribute", None)
+    second = driver.launch_config((2, 1, 1), (64, 1, 1), 0, 0, early=True)
+    allowed = [config.attrs[0].value.programmaticStreamSerializationAllowed for config in (first, second)]
+    assert (allowed, first.numAttrs, second.numAttrs) == ([1, 1], 1, 1)
+    assert driver.launch_config((1, 1, 1), (32, 1, 1), 0, 0).numAttrs == 0
 
 
 def test_nothing_but_reading_waits(e: Any, standin: StandIn, cache: Cache) -> None:
