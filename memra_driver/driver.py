@@ -341,30 +341,6 @@ def memcpy_dtod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
         raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
 
 
-def copier(
-    dst: int, src: int, nbytes: int, stream: int, ctx: int, ctx_id: int | None, refuse: Callable[[], None]
-) -> Callable[[], None]:
-    """`memcpy_dtod_async` of these, with the bindings' own objects, to be called again and again.
-
-    Each call asks first whether ctx_id is what `ctx_get_id` says still; where it is not, or that fails, `refuse` comes
-    before the copy and may raise.
-    """
-    arguments, context = (_cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)), _cu.CUcontext(ctx)
-    alive = _cu.CUresult.CUDA_SUCCESS, ctx_id
-
-    def copy() -> None:
-        try:
-            if ctx_id is None or _cu.cuCtxGetId(context) != alive:
-                refuse()
-            status = _cu.cuMemcpyDtoDAsync(*arguments)[0]
-        except (RuntimeError, ValueError) as error:
-            _reraise(f"cuMemcpyDtoDAsync({nbytes})", error)
-        if status:
-            raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
-
-    return copy
-
-
 def memcpy_htod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
     """`src` is a host address. Pageable memory is staged before the return, pinned memory is read later."""
     _call("cuMemcpyHtoDAsync", dst, src, nbytes, stream, shown=nbytes)

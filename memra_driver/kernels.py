@@ -276,7 +276,8 @@ KERNELS: dict[str, Kernel] = {
             " memra_health* health, int layer",
             lambda a: _line(1, 128),
         ),
-        # Two copies of any size (0, too) and alignment, which must not overlap, and counters as by set_counters.
+        # Two copies of any size (0, too) and alignment, which must not overlap, and counters as by set_counters, which
+        # may be null where no mask has a bit.
         Kernel(
             "restore",
             "counters.cu",
