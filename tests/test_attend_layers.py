@@ -23,27 +23,27 @@ BORROWING = ModelConfig(
 )  # fmt: skip
 
 
-def filled(dev: Any, cache: Cache, rng: np.random.Generator) -> None:
+def filled(dev: Any, cache: Cache, rng: np.random.Generator, rows: int = ROWS) -> None:
     for il, layer in enumerate(cache.kv):
         if layer is not None:
-            k, v = dev.uninit(ROWS * layer.kv_dim_k), dev.uninit(ROWS * layer.kv_dim_v)
+            k, v = dev.uninit(rows * layer.kv_dim_k), dev.uninit(rows * layer.kv_dim_v)
             for each in (k, v):
                 each.copy_from(rng.standard_normal(each.len).astype(np.float32))
             ops.append_kv(dev, cache, il, k, v)
-    cache.advance(dev, ROWS)
-    cache.pos = ROWS - 1  # the last row is asked again
+    cache.advance(dev, rows)
+    cache.pos = rows - 1  # the last row is asked again
 
 
 def expected(dev: Any, cache: Cache, source: int, q: Any, window: int) -> Any:
     """Float64 attention of the last row over what the expected layer decodes to."""
     layer = cache.kv[source]
     assert layer is not None
-    k, v = dev.uninit(ROWS * layer.kv_dim_k), dev.uninit(ROWS * layer.kv_dim_v)
-    ops.dequant_kv(dev, cache, source, 0, ROWS, k, v)
-    heads = layer.n_head_kv
-    keys = k.to_numpy().reshape(ROWS, heads, -1).astype(np.float64)
-    values = v.to_numpy().reshape(ROWS, heads, -1).astype(np.float64)
-    first = max(0, ROWS - window) if window else 0
+    rows, heads = layer.len, layer.n_head_kv
+    k, v = dev.uninit(rows * layer.kv_dim_k), dev.uninit(rows * layer.kv_dim_v)
+    ops.dequant_kv(dev, cache, source, 0, rows, k, v)
+    keys = k.to_numpy().reshape(rows, heads, -1).astype(np.float64)
+    values = v.to_numpy().reshape(rows, heads, -1).astype(np.float64)
+    first = max(0, rows - window) if window else 0
     out = []
     for h, query in enumerate(q):
         of = h * heads // len(q)
@@ -74,6 +74,23 @@ def test_every_layer_attends_to_its_source_through_its_window(
             got = out.to_numpy().reshape(want.shape)
             assert np.abs(got - want).max() <= 2e-3 * np.abs(want).max(), (il, source, width)
         assert borrowers == 2
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 3), (4, 4), (8, 8)])
+@pytest.mark.parametrize("window", [0, 100])
+def test_both_launches_of_attend_have_the_same_tiles(
+    dev: Any, rng: np.random.Generator, heads: tuple[int, int], window: int
+) -> None:
+    """Where keys fall into several: a group that the second one does not know of would be left out."""
+    cfg = attention_only(1, n_head=heads[0], n_head_kv=heads[1], head_dim_k=64, head_dim_v=64)
+    with Cache.new(dev, cfg, 200, policy=POLICY) as cache:
+        filled(dev, cache, rng, 190)
+        q = rng.standard_normal((heads[0], 64)).astype(np.float32)
+        held, out = dev.uninit(q.size), dev.uninit(q.size)
+        held.copy_from(q.reshape(-1))
+        ops.attend(dev, cache, 0, held, out, scale=0.125, window=window)
+        want = expected(dev, cache, 0, q.astype(np.float64) * 0.125, window)
+        assert np.abs(out.to_numpy().reshape(want.shape) - want).max() <= 2e-3 * np.abs(want).max()
 
 
 @pytest.mark.parametrize(
