@@ -25,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(128) set_counters(
 }
 MEMRA_EXPORT(set_counters)
 
-// Two copies of any size and alignment, which do not overlap, and the counters as set_counters sets them. A thread block
-// copies RESTORE_BYTES of one of them.
+// Two copies of any size and alignment, which do not overlap, and the counters as set_counters sets them. Where no mask
+// has a bit they may be null: so a snapshot is taken. A thread block copies RESTORE_BYTES of one of the two.
 extern "C" __global__ void __launch_bounds__(256) restore(
         const uint8_t* src, uint8_t* dst, long long bytes, const uint8_t* src2, uint8_t* dst2, long long bytes2,
         int* counters, int a, int b, long long a_lo, long long a_hi, long long b_lo, long long b_hi,

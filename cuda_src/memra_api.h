@@ -361,6 +361,7 @@ MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);
 
 /* ---- Back and forth ---- */
 
+/* Both launch restore, or copy_many where the states of some layers were exchanged and those of others not. */
 MEMRA_API int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot);
 MEMRA_API int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot);
 MEMRA_API int memra_snapshot_free(memra_snapshot *snapshot);  /* what memra_snapshot_new made; NULL does nothing */
@@ -410,9 +411,12 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * Positions come from pos_d (one i32) unless it is 0, else from slot; seqs is 0 or a table of n_seqs memra_seq, n_seqs
  * 1 without one. A grid is one-dimensional but for those of gdn_scan and recur_step; one of no blocks is not launched.
  * a / b rounds up here, a // b down.
- * On GPUs from sm_90 on the functions launch by cuLaunchKernelEx with CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
- * blocks may start while the kernel in front of them in the stream ends, whoever launched that, and wait for all of it
- * (griddepcontrol.wait) before they look at memory. Who launches an entry may do so too, or leave it.
+ * On GPUs from sm_90 on, with drivers from 12.3 on, the functions launch with
+ * CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: blocks may start while the kernel in front of them in the stream
+ * ends, whoever launched that, and wait for all of it (griddepcontrol.wait) before they look at memory; that what came
+ * before it has ended too they take from its end, so a kernel of yours that is launched so waits as well. In a graph these
+ * edges are programmatic, and a query of edges without their data is CUDA_ERROR_LOSSY_QUERY. Who launches an entry may
+ * launch it so, or leave it.
  *
  *   entry              blocks of the grid                                                     threads   dynamic shared
  *   append_kv          n_seqs * (b / (n_seqs * b < 32768 ? 16 : 32))                          128       0
@@ -438,7 +442,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * columns, at most 512, divides state_size into multiples of 32 or is a multiple of it; blocks is (num_v / num_k) *
  * state_size / columns, or 1. D = 4 * (min(rows, 8) * (2 * state_size + columns) + 16 * max(1, columns // state_size)
  * + (blocks > 1 ? 2 * state_size * (d_conv - 1) : 0)) bytes. Launches of recur_step out of one loaded cubin must not
- * run at the same time.
+ * run at the same time. restore copies bytes and bytes2, either of which may be 0; counters may be 0 where no mask has a
+ * bit.
  *
  * b is rows * (max(kv_dim_k, kv_dim_v) // 32). W is the least of 64, 128, 192, 256, 512 that head_dim_v does not
  * exceed; wide entries go up to 256. gqa is n_head // n_head_kv.

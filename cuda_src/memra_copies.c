@@ -1,4 +1,4 @@
-/* memra_copies.c: many planes in few calls: place.copy_actions and zero_actions in C. */
+/* memra_copies.c: many planes in few calls: copy_actions, keep_actions and zero_actions of place.py in C. */
 #include "memra_internal.h"
 
 #define ALIGN_BYTES 256u  /* what the planes of an arena are aligned to; the padding between two is nobody's */
@@ -49,6 +49,23 @@ int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries,
         MEMRA_TRY(memra_copy_bytes(device, entries[i].dst, entries[i].src, entries[i].bytes));
         *done = true;
     }
+    return MEMRA_OK;
+}
+
+int memra_check_kept(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n) {
+    n = merge(has_arena, true, entries, n);
+    return n ? memra_kernel_loaded(device, n > MOST_COPIES ? MEMRA_K_COPY_MANY : MEMRA_K_RESTORE) : MEMRA_OK;
+}
+
+int memra_keep_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done) {
+    n = merge(has_arena, true, entries, n);
+    if (n > MOST_COPIES) return memra_copy_planes(device, has_arena, entries, n, done);
+    if (n == 0) return MEMRA_OK;
+    const memra_copy none = {0, 0, 0}, *second = n > 1 ? &entries[1] : &none;
+    MEMRA_TRY(memra_launch_restore(
+        device, entries->src, entries->dst, (int64_t)entries->bytes, second->src, second->dst, (int64_t)second->bytes,
+        0, 0, 0, 0, 0, 0, 0, 0, 0));
+    *done = true;
     return MEMRA_OK;
 }
 

@@ -342,6 +342,9 @@ int memra_copy_planes(memra_device *device, bool has_arena, memra_copy *entries,
 int32_t memra_merge_copies(bool has_arena, memra_copy *entries, int32_t n);
 /* Whether that can be: sorts the entries, and refuses where a launch is needed and its kernel is not loaded. */
 int memra_check_copies(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n);
+/* The same two for the copies into a snapshot: up to two ranges are one launch as well. */
+int memra_check_kept(const memra_device *device, bool has_arena, memra_copy *entries, int32_t n);
+int memra_keep_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
 int memra_clear_planes(memra_device *device, bool has_arena, memra_copy *entries, int32_t n, bool *done);
 
 /* ---- Graphs (memra_graph.c) ---- */

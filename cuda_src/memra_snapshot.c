@@ -102,10 +102,11 @@ static int copy(const memra_cache *cache, const memra_snapshot *snap, bool back,
     for (int32_t d = 0; d < cache->n_devices && status == MEMRA_OK; d++) {
         memra_device *device = memra_device_at(cache, d);
         const bool has_arena = cache->devices[d].has_arena;
-        if (done == NULL && memra_kernel_loaded(device, MEMRA_K_COPY_MANY) == MEMRA_OK) continue;
+        const bool has_kernels = device->kernels[MEMRA_K_COPY_MANY] && device->kernels[MEMRA_K_RESTORE];
+        if (done == NULL && has_kernels) continue;
         const int32_t n = copies_of(cache, snap, back, d, entries);
-        status = done == NULL ? memra_check_copies(device, has_arena, entries, n)
-                              : memra_copy_planes(device, has_arena, entries, n, done);
+        status = done == NULL ? memra_check_kept(device, has_arena, entries, n)
+                              : memra_keep_planes(device, has_arena, entries, n, done);
     }
     free(entries);
     return status;

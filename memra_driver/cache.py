@@ -52,6 +52,7 @@ from memra_driver.place import (
     close_slices,
     copies_of,
     has_arena,
+    keep_actions,
     ordinal,
     place,
     restore_actions,
@@ -222,9 +223,10 @@ class Cache(CacheClock):
         return snap
 
     def snapshot_into(self, e: Any, snap: CacheSnapshot) -> None:
-        """Renews a snapshot of this cache in place: no allocation, at most two copies per arena device.
+        """Renews a snapshot of this cache in place: no allocation, one launch per arena device.
 
-        A failure in the middle invalidates the snapshot, not the cache. Waits for nothing.
+        (Where the states of some layers were exchanged and those of others not, an upload may precede it.) A failure in
+        the middle invalidates the snapshot, not the cache. Waits for nothing.
         """
         known = snap.renewal if type(snap) is CacheSnapshot else None
         if known is None or not known.again(e, self._c, snap):
@@ -238,7 +240,7 @@ class Cache(CacheClock):
         self.check_owner(snap)
         copies = self._state_copies("snapshot_into", snap, restore=False)
         snap.begin_stamp()
-        run_actions([action for each in copies for action in each.actions], lambda: None)
+        run_actions([action for each in copies for action in keep_actions(each)], lambda: None)
         self._stamp(snap)
         snap.keep_renewal(mark, e, self, copies)
 

@@ -85,13 +85,6 @@ class CudaContext(Closing):
         self.bind()
         self.check_alive()
 
-    def copier(self, dst: int, src: int, nbytes: int, stream: int) -> Callable[[], None]:
-        """A copy on a stream of this context, to be made again and again: refused where somebody destroyed that.
-
-        The driver takes the context from the stream, whatever is current.
-        """
-        return driver.copier(dst, src, nbytes, stream, self.handle, self._id, self.check_alive)
-
     def check_alive(self) -> None:
         """Refused where somebody destroyed the context."""
         if not self.is_alive():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -132,12 +132,6 @@ class CudaStream(Closing):
         if nbytes:
             self.context.bind_alive()
             driver.memcpy_dtod_async(dst, src, nbytes, self.handle)
-
-    def copier(self, dst: int, src: int, nbytes: int) -> Callable[[], None]:
-        """A `memcpy_dtod` to be made again and again, as long as stream and context are open."""
-        if self.handle <= PER_THREAD_STREAM:  # a stream of the context that is current
-            return partial(self.memcpy_dtod, dst, src, nbytes)
-        return self.context.copier(dst, src, nbytes, self.handle)
 
     def memset(self, dst: int, value: int, nbytes: int) -> None:
         """Fills bytes with `value` (0..255), in stream order."""

@@ -8,6 +8,7 @@ No objects, no policy, no state: streams, events, contexts and pointers are ints
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -340,30 +341,6 @@ def memcpy_dtod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
         raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
 
 
-def copier(
-    dst: int, src: int, nbytes: int, stream: int, ctx: int, ctx_id: int | None, refuse: Callable[[], None]
-) -> Callable[[], None]:
-    """`memcpy_dtod_async` of these, with the bindings' own objects, to be called again and again.
-
-    Each call asks first whether ctx_id is what `ctx_get_id` says still; where it is not, or that fails, `refuse` comes
-    before the copy and may raise.
-    """
-    arguments, context = (_cu.CUdeviceptr(dst), _cu.CUdeviceptr(src), nbytes, _cu.CUstream(stream)), _cu.CUcontext(ctx)
-    alive = _cu.CUresult.CUDA_SUCCESS, ctx_id
-
-    def copy() -> None:
-        try:
-            if ctx_id is None or _cu.cuCtxGetId(context) != alive:
-                refuse()
-            status = _cu.cuMemcpyDtoDAsync(*arguments)[0]
-        except (RuntimeError, ValueError) as error:
-            _reraise(f"cuMemcpyDtoDAsync({nbytes})", error)
-        if status:
-            raise _failure(f"cuMemcpyDtoDAsync({nbytes})", status)
-
-    return copy
-
-
 def memcpy_htod_async(dst: int, src: int, nbytes: int, stream: int) -> None:
     """`src` is a host address. Pageable memory is staged before the return, pinned memory is read later."""
     _call("cuMemcpyHtoDAsync", dst, src, nbytes, stream, shown=nbytes)
@@ -502,12 +479,18 @@ def launch_config(
     config.sharedMemBytes = shared_bytes
     config.hStream = _cu.CUstream(stream)
     if early:
-        attribute = _cu.CUlaunchAttribute()
-        attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
+        config.attrs = _early()
         config.numAttrs = 1
     return config
+
+
+@functools.cache
+def _early() -> list[Any]:
+    """The attribute, which a config copies: the bindings take ten times as long to make one as to make a config."""
+    attribute = _cu.CUlaunchAttribute()
+    attribute.id = _cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return [attribute]
 
 
 def launch_kernel(kernel: int, config: Any, params: int, name: str = "") -> None:

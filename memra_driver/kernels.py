@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memra_driver import nvrtc
+from memra_driver.errors import ConfigError
 from memra_driver.formats import BLOCK, FORMATS, K_FORMATS, V_FORMATS
 from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, SCAN_STATE_SIZES, attend_part_bytes
 
@@ -103,8 +104,15 @@ def _attend_shape(columns: int, a: dict[str, Any]) -> Shape:
     return (blocks, 1, 1), (128, 1, 1), attend_shared_bytes(columns, a["head_dim_k"], a["head_dim_v"])
 
 
-def _pipe_shape(a: dict[str, Any]) -> Shape:
-    return (ATTEND_GROUPS, 1, 1), (32 * (PIPE_WARPS + PIPE_BRINGERS), 1, 1), PIPE_SHARED_BYTES
+def _pipe_shape_of(entry: str) -> Callable[[dict[str, Any]], Shape]:
+    pieces = ATTEND_FOLDS if entry.endswith("_folds") else ATTEND_GROUPS
+
+    def shape(a: dict[str, Any]) -> Shape:
+        if a["pieces"] != pieces:  # the entry does not look at it, and part may have no room for what it leaves
+            raise ConfigError(f"{entry} leaves {pieces} partial sums of a head, not {a['pieces']}")
+        return (ATTEND_GROUPS, 1, 1), (32 * (PIPE_WARPS + PIPE_BRINGERS), 1, 1), PIPE_SHARED_BYTES
+
+    return shape
 
 
 def _combine_shape(a: dict[str, Any]) -> Shape:
@@ -258,7 +266,8 @@ KERNELS: dict[str, Kernel] = {
             " memra_health* health, int layer",
             lambda a: _line(1, 128),
         ),
-        # Two copies of any size (0, too) and alignment, which must not overlap, and counters as by set_counters.
+        # Two copies of any size (0, too) and alignment, which must not overlap, and counters as by set_counters, which
+        # may be null where no mask has a bit.
         Kernel(
             "restore",
             "counters.cu",
@@ -307,7 +316,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         # The same sums, for a geometry that has a pipe_width; on nvrtc.PIPE_ARCH only.
         *(
-            Kernel(name, source, ATTEND_PARAMS, _pipe_shape, PIPE_SHARED_BYTES, nvrtc.PIPE_ARCH)
+            Kernel(name, source, ATTEND_PARAMS, _pipe_shape_of(name), PIPE_SHARED_BYTES, nvrtc.PIPE_ARCH)
             for name, source in _SOURCES.items()
         ),
         # part (n_seqs, rows, n_head, pieces, head_dim_v + ATTEND_TAIL) -> out (n_seqs, rows, n_head, head_dim_v)
@@ -367,7 +376,12 @@ class AttendGeometry(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def attend_kernel(arch: str, geometry: AttendGeometry, columns: int, pieces: int) -> str:
-    """The entry of attend for an arch, a geometry, columns (rows * query heads per K/V head), and `attend_pieces`."""
+    """The entry of attend for an arch, a geometry, columns (rows * query heads per K/V head), and `attend_pieces`.
+
+    Raises ConfigError for folds of more columns than are folded.
+    """
+    if pieces == ATTEND_FOLDS and columns > ATTEND_FOLD_COLUMNS:
+        raise ConfigError(f"attend: folds of {columns} columns; at most {ATTEND_FOLD_COLUMNS}")
     width = geometry.pipe_width if arch == nvrtc.PIPE_ARCH else None
     if width is not None:
         k, v = (_NAMES[code] for code in (geometry.k_format, geometry.v_format))

@@ -169,11 +169,10 @@ class Copies(NamedTuple):
         """Whether they are plain copies, at most two."""
         return self.ranges is not None and len(self.ranges) <= 2
 
-    def again(self) -> list[Action]:
-        """The calls, to be made again and again as long as memory, stream and context are open."""
-        if self.ranges is None or not self.are_few or not getattr(self.e, "prepares", False):
-            return self.actions
-        return [self.e.stream.copier(*each) for each in self.ranges]
+    @property
+    def are_one_launch(self) -> bool:
+        """Whether one launch makes all of them: few, and some."""
+        return self.are_few and bool(self.ranges) and has_kernels(self.e)
 
 
 def copies_of(e: Any, pairs: Sequence[tuple[Any, Any]]) -> Copies:
@@ -204,6 +203,14 @@ def copy_actions(e: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Action]:
     return copies_of(e, pairs).actions
 
 
+def keep_actions(copies: Copies) -> list[Action]:
+    """The copies into a snapshot: one launch where they are few, on a device with kernels."""
+    if not copies.are_one_launch:
+        return copies.actions
+    args = restore_arguments(copies)
+    return [lambda: copies.e.launch("restore", *args)]
+
+
 def restore_actions(
     copies: Copies, counters: Sequence[Any], packed: Any, values: dict[int, int], health: Any
 ) -> list[Action]:
@@ -217,9 +224,12 @@ def restore_actions(
 
 
 def restore_arguments(
-    copies: Copies, counters: Any, a: int, b: int, in_a: int, in_b: int, health: Any
+    copies: Copies, counters: Any = None, a: int = 0, b: int = 0, in_a: int = 0, in_b: int = 0, health: Any = None
 ) -> tuple[Any, ...]:
-    """Of the launch that makes at most two copies and sets counters: those of mask in_a to a, of in_b to b."""
+    """Of the launch that makes at most two copies and sets counters: those of mask in_a to a, of in_b to b.
+
+    Without the others: the copies alone.
+    """
     assert copies.ranges is not None
     args: list[Any] = []
     for dst, src, n_bytes in [*copies.ranges, (0, 0, 0), (0, 0, 0)][:2]:

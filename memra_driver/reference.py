@@ -289,14 +289,15 @@ def set_counters(
 
 
 def restore(
-    src: U8 | None, dst: U8 | None, bytes: int, src2: U8 | None, dst2: U8 | None, bytes2: int, counters: I32, a: int,
-    b: int, a_lo: int, a_hi: int, b_lo: int, b_hi: int, health: U8 | None, layer: int,
+    src: U8 | None, dst: U8 | None, bytes: int, src2: U8 | None, dst2: U8 | None, bytes2: int, counters: I32 | None,
+    a: int, b: int, a_lo: int, a_hi: int, b_lo: int, b_hi: int, health: U8 | None, layer: int,
 ) -> None:  # fmt: skip
-    """Two copies, either of which may be of no bytes, and the counters as set_counters sets them."""
+    """Two copies, either of which may be of no bytes, and the counters, if there are any, as set_counters sets them."""
     for to, source, count in ((dst, src, bytes), (dst2, src2, bytes2)):
         if to is not None and source is not None:
             to[:count] = source[:count]
-    set_counters(counters, a, b, a_lo, a_hi, b_lo, b_hi, health, layer)
+    if counters is not None:
+        set_counters(counters, a, b, a_lo, a_hi, b_lo, b_hi, health, layer)
 
 
 def commit_counters(

@@ -14,7 +14,7 @@ from memra_driver.errors import SnapshotError
 from memra_driver.layers import RecurLayer, fixed, scalar
 from memra_driver.layout import DTYPE_NAMES, Invalid, SnapshotC
 from memra_driver.memory import Closing
-from memra_driver.place import Action, Copies, close_slices, copy_actions, has_arena
+from memra_driver.place import Action, Copies, close_slices, copies_of, has_arena, keep_actions
 from memra_driver.plan import CachePlan
 from memra_driver.snapshot_again import Renewal, Return
 
@@ -204,7 +204,7 @@ class CacheSnapshot(Closing):
                     row = at[name, il]
                     planes[il] = kept.plane(row.offset - begin, row.len, DTYPE_NAMES[row.dtype])
             self._note_made()
-            return copy_actions(e, [(kept, live) for live, kept in self.pairs(plan, recur, d)])
+            return keep_actions(copies_of(e, [(kept, live) for live, kept in self.pairs(plan, recur, d)]))
         self._has_clones = self._has_clones or bool(layers)
         self._note_made()
         for il, layer in layers:

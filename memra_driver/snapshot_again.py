@@ -7,6 +7,7 @@ was done, and the usual way, which knows every rule, says what is wrong: no rule
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from memra_driver.layout import (
     words,
 )  # fmt: skip
 from memra_driver.memory import CHANGED, OpenWatch
-from memra_driver.place import COUNTERS_PER_LAUNCH, Action, Copies, restore_arguments, run_actions
+from memra_driver.place import COUNTERS_PER_LAUNCH, Action, Copies, keep_actions, restore_arguments, run_actions
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -55,6 +56,11 @@ def _evenly(layers: list[int]) -> slice:
     found = slice(layers[0], layers[-1] + 1, step) if layers else slice(0)
     assert list(range(found.stop))[found] == layers
     return found
+
+
+def _prepares(e: Any) -> bool:
+    """Whether e keeps launches with their arguments in place."""
+    return getattr(e, "prepares", False)
 
 
 def _in_turn(actions: list[Action]) -> Action:
@@ -92,6 +98,7 @@ class _Known:
         strides = state - ring, ctypes.sizeof(RecurLayerC)
         self._states = _numbers(cache._recur_c, ring, (2, n), strides)
         self._arranged: list[tuple[memoryview, Any]] = []  # how the states lay, and what served then
+        self._launches: list[Launch] = []  # of all arrangements
 
     def _as_often(self, struct: Any, offset: int) -> memoryview:
         """One number of a struct, as if it were every length."""
@@ -109,8 +116,16 @@ class _Known:
             return False
         if any(stream.is_closed or not context.is_ready for stream, context in self._devices):
             return False
+        if not all(launch.is_open for launch in self._launches):
+            return False
         self._mark = mark
         return True
+
+    def _prepared(self, e: Any, args: Sequence[Any]) -> Launch:
+        """The launch of these copies on device e."""
+        launch: Launch = e.prepare("restore", args)
+        self._launches.append(launch)
+        return launch
 
     def _learn(self, served: Any) -> None:
         self._arranged.append((np.array(self._states, order="C").data, served))
@@ -139,8 +154,14 @@ class Renewal(_Known):
         return all(0 <= length <= self._max_ctx for length in self._lens)
 
     def learn(self, copies: list[Copies]) -> None:
-        """The copies, by device, that serve where the states lie now."""
-        self._learn(_in_turn([action for each in copies for action in each.again()]))
+        """The copies, by device, that serve where the states lie now: one launch each, where they are few."""
+        actions: list[Action] = []
+        for each in copies:
+            if each.are_one_launch and _prepares(each.e):
+                actions.append(self._prepared(each.e, restore_arguments(each)).again)
+            else:
+                actions += keep_actions(each)
+        self._learn(_in_turn(actions))
 
     def again(self, e: Any, cache_c: CacheC, snap: CacheSnapshot) -> bool:
         """Copies and stamps as before; False, and nothing done, where that may be wrong."""
@@ -181,7 +202,6 @@ class Return(_Known):
         super().__init__(mark, e, cache, snap)
         self._told_c = _Told()
         self._all_told = self._as_often(self._told_c, _Told.length.offset)
-        self._launches: list[Launch] = []  # of all arrangements
         self._parts = (  # what a call looks at, in one look
             e, cache._c, self._c, self._snap, self._snap32, self._stand, self._idle, cache.max_ctx,
             self._lens, self._saved, words(self._told_c)[0], ctypes.addressof(snap._c),
@@ -193,19 +213,14 @@ class Return(_Known):
         for d, each in enumerate(copies):
             n, packed = len(cache.plan.counter_layers[d]), cache._planes.get(("counters", None, d))
             ready = each.are_few and packed is not None and n < COUNTERS_PER_LAUNCH
-            if not ready or not getattr(each.e, "prepares", False):
+            if not ready or not _prepares(each.e):
                 return False
             args = restore_arguments(each, packed, 0, 0, (1 << n) - 1, 1 << n, cache._planes["health", None, d])
-            launches.append(each.e.prepare("restore", args))
+            launches.append(self._prepared(each.e, args))
             launches[-1].read_from("a", self._told_c, _Told.length)
             launches[-1].read_from("b", self._snap_c, SnapshotC.pos)
-        self._launches += launches
         self._learn([launch.again for launch in launches])
         return True
-
-    def _is_open(self) -> bool:
-        mark = CHANGED[0]
-        return all(launch.is_open for launch in self._launches) and super()._is_open() and mark is CHANGED[0]
 
     def again(self, e: Any, cache: Cache, snap: CacheSnapshot, accept: int) -> bool:
         """Restores as before; False, and nothing done, where that may be wrong."""

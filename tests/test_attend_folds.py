@@ -28,9 +28,11 @@ from attend_runs import (
     growing,
 )
 from checks import faults
-from kernel_runs import run_batch
+from kernel_runs import run, run_batch
+from standin import StandIn
 
 from memra_driver.check.args import LAYER, PAIRS, Dims, Pair, in_folds
+from memra_driver.errors import ConfigError, UnsupportedError
 from memra_driver.formats import BLOCK, FORMATS
 from memra_driver.health import Fault, FaultCount
 from memra_driver.kernels import (
@@ -190,6 +192,23 @@ def test_many_sequences_of_few_columns_are_folded() -> None:
     assert {attend_pieces(n_seqs, columns) for n_seqs in (many, 256) for columns in (1, few)} == {ATTEND_FOLDS}
     others = [(1, 1), (many - 1, few), (many, few + 1), (256, 128)]
     assert {attend_pieces(n_seqs, columns) for n_seqs, columns in others} == {ATTEND_GROUPS}
+
+
+def test_an_entry_is_launched_for_its_own_pieces_alone(cuda: Any, standin: StandIn) -> None:
+    """part may have room for those that were asked for, and no more."""
+    groups = attend_args(np.random.default_rng(3), 1, 70, heads=(6, 2), dims=(128, 128))
+    folds = in_folds(groups)
+    for entry, args in ((entry_of(cuda, groups), folds), (entry_of(cuda, folds), groups)):
+        with pytest.raises((ConfigError, UnsupportedError), match=entry):
+            run(cuda, entry, **args)
+    assert standin.launches() == []
+
+
+@pytest.mark.parametrize("arch", [PIPE_ARCH, "sm_80"])
+def test_folds_of_many_columns_have_no_entry(arch: str) -> None:
+    geometry = AttendGeometry(2, 256, 256, 2 * 8 * 34, 2 * 8 * 24, FORMATS["q8_0"].code, FORMATS["q5_1"].code)
+    with pytest.raises(ConfigError, match="folds of 9 columns; at most 8"):
+        attend_kernel(arch, geometry, 9, ATTEND_FOLDS)
 
 
 @pytest.mark.parametrize("arch", [PIPE_ARCH, "sm_80"])

@@ -10,9 +10,10 @@ import pytest
 from caches import POLICY, Feed, attention_only, put, tiny
 from standin import Call, StandIn
 
-from memra_driver import ops
+from memra_driver import driver, ops
 from memra_driver.cache import Cache
 from memra_driver.config import SsmConfig
+from memra_driver.kernels import RESTORE_BYTES
 from memra_driver.plan import CacheOptions
 
 pytestmark = pytest.mark.standin
@@ -98,25 +99,35 @@ def parity(cache: Cache, swaps: str) -> None:
             state.swap()
 
 
+def spans(cfg: Any, snap: Any, swaps: str) -> list[int]:
+    """Bytes from the first plane of a snapshot to the end of its last; at odd parity the trunk's states apart."""
+    planes = [(each.ptr, each.nbytes) for each in (*snap.conv, *snap.ssm) if each is not None]
+    trunk = {each.ptr for each in snap.ssm[: cfg.n_trunk] if each is not None}
+    apart = [[p for p in planes if p[0] not in trunk], [p for p in planes if p[0] in trunk]]
+    groups = apart if swaps == "odd" else [planes]
+    return [max(ptr + n for ptr, n in group) - min(ptr for ptr, _ in group) for group in groups]
+
+
 @pytest.mark.parametrize("cfg", [tiny(), MTP, PADDED], ids=["8", "mtp", "padded"])
-@pytest.mark.parametrize(("swaps", "copies"), [("even", 1), ("odd", 2)])
-def test_snapshots_of_even_and_odd_parity_are_one_and_two_copies(
-    e: Any, standin: StandIn, cfg: Any, swaps: str, copies: int
+@pytest.mark.parametrize("swaps", ["even", "odd"])
+def test_snapshots_of_even_and_odd_parity_are_one_launch_of_as_many_blocks_as_they_fill(
+    e: Any, standin: StandIn, cfg: Any, swaps: str
 ) -> None:
     with Cache.new(e, cfg, 32, policy=POLICY) as cache, cache.snapshot(e) as snap:
         cache.rollback(e, snap, 0)  # the kernels are loaded
         for il in range(cfg.n_trunk):  # the MTP layer never runs
             if cache.recur[il] is not None and swaps == "odd":
                 cache.recur[il].swap()
-        calls = asked(standin, lambda: cache.snapshot_into(e, snap))
-        assert names(calls) == ["cuMemcpyDtoDAsync"] * copies
-        left = snap.nbytes - sum(call.bytes for call in calls)
-        assert 0 <= left < 256 * copies  # the pad behind the last plane of a copy
-        for _ in range(2):
+        copied = spans(cfg, snap, swaps)
+        assert 0 <= snap.nbytes - sum(copied) < 256 * len(copied)  # the pad behind the last plane of a copy
+        blocks = sum(-(-n_bytes // RESTORE_BYTES) for n_bytes in copied)
+        for _ in range(3):
+            calls = asked(standin, lambda: cache.snapshot_into(e, snap))
+            assert [(*names([call]), call.grid) for call in calls] == [("restore", (blocks, 1, 1))]
             assert names(asked(standin, lambda: cache.rollback(e, snap, 0))) == ["restore"]
         made: list[Any] = []
         calls = asked(standin, lambda: made.append(cache.snapshot(e)))
-        assert names(calls) == ["cuMemAllocAsync"] + ["cuMemcpyDtoDAsync"] * copies
+        assert [(*names([call]), call.grid[0]) for call in calls] == [("cuMemAllocAsync", 0), ("restore", blocks)]
         made[0].close()
 
 
@@ -173,11 +184,12 @@ def test_two_devices_copy_and_count_each_on_its_own_stream(make_dev: MakeDev, st
         Feed(cache).step(3)
         for given in devices:  # whichever is passed
             cache.rollback(given, snap, 0)
-            calls = asked(standin, lambda given=given: cache.rollback(given, snap, 0))
-            for ordinal, device in enumerate(devices):
-                mine = [call for call in calls if call.device == ordinal]
-                assert names(mine) == ["restore"]
-                assert {call.stream for call in mine} == {device.stream.handle}
+            for call in (lambda e: cache.rollback(e, snap, 0), lambda e: cache.snapshot_into(e, snap)):
+                calls = asked(standin, lambda call=call, given=given: call(given))
+                for ordinal, device in enumerate(devices):
+                    mine = [call for call in calls if call.device == ordinal]
+                    assert names(mine) == ["restore"]
+                    assert {call.stream for call in mine} == {device.stream.handle}
 
 
 # The clock
@@ -245,6 +257,16 @@ def test_a_launch_may_begin_before_the_one_in_front_has_ended_where_gpu_and_driv
     launches = standin.calls("cuLaunchKernelEx")
     assert {launch.captured for launch in launches if launch.kernel == "append_kv"} == {True, False}
     assert {launch.early for launch in launches} == {early}
+
+
+def test_what_lets_a_launch_begin_early_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings take longer to make an attribute than to launch."""
+    first = driver.launch_config((1, 1, 1), (32, 1, 1), 0, 0, early=True)
+    monkeypatch.setattr("cuda.bindings.driver.CUlaunchAttribute", None)
+    second = driver.launch_config((2, 1, 1), (64, 1, 1), 0, 0, early=True)
+    allowed = [config.attrs[0].value.programmaticStreamSerializationAllowed for config in (first, second)]
+    assert (allowed, first.numAttrs, second.numAttrs) == ([1, 1], 1, 1)
+    assert driver.launch_config((1, 1, 1), (32, 1, 1), 0, 0).numAttrs == 0
 
 
 def test_nothing_but_reading_waits(e: Any, standin: StandIn, cache: Cache) -> None:

@@ -215,6 +215,8 @@ def test_a_cache_on_a_destroyed_context_gives_errors_and_ends(run: Run, dev: str
                 calls.attend(e, cache, 1, q, e.uninit(128), scale=1.0)
                 cache.advance(e)
             snap, other = cache.snapshot(e), capi.calls.snapshot(cache)
+            for _ in range(2):
+                cache.snapshot_into(e, snap)
             with e.capture() as graph:
                 ops.append_kv(e, cache, 1, k, k)
                 cache.advance(e)
@@ -229,6 +231,8 @@ def test_a_cache_on_a_destroyed_context_gives_errors_and_ends(run: Run, dev: str
                 "snapshot": lambda: cache.snapshot(e), "c-snapshot": lambda: capi.calls.snapshot(cache),
                 "rollback": lambda: cache.rollback(e, snap, 0),
                 "c-rollback": lambda: capi.calls.rollback(cache, other, 0),
+                "snapshot_into": lambda: cache.snapshot_into(e, snap),
+                "c-snapshot_into": lambda: capi.calls.snapshot_into(cache, other),
                 "digest": cache.digest, "c-digest": lambda: capi.calls.digest(cache), "launch": graph.launch,
                 "park": lambda: cache.park_logits(e, row), "c-park": lambda: capi.calls.park_logits(cache, row),
                 "attend": lambda: ops.attend(e, cache, 1, q, out, scale=1.0),

@@ -516,19 +516,25 @@ def test_memory_that_runs_out_anywhere_is_named_and_leaves_all_as_it_was(
 
 
 @pytest.mark.misuse  # nothing can be freed on a context that is lost
-@pytest.mark.parametrize("name", ["cuLaunchKernelEx", "cuMemcpyDtoDAsync"])
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("cuLaunchKernelEx", lambda cache, e, snap, row: cache.rollback(e, snap, 0)),
+        ("cuLaunchKernelEx", lambda cache, e, snap, row: cache.snapshot_into(e, snap)),
+        ("cuMemcpyDtoDAsync", lambda cache, e, snap, row: cache.park_logits(e, row)),
+    ],
+    ids=["rollback", "snapshot_into", "park_logits"],
+)
 def test_a_lost_context_fails_everything_by_name_and_the_next_one_works(
-    make_dev: MakeDev, standin: StandIn, name: str
+    make_dev: MakeDev, standin: StandIn, name: str, use: Callable[..., Any]
 ) -> None:
     stage = Stage(make_dev, standin)
     stage.begin()
     cache, e = stage.cache, stage.e
+    row = e.zeros(cache.cfg.n_vocab)
     standin.break_behind(name)
     with suppress(DriverError):
-        if name == "cuLaunchKernelEx":
-            cache.rollback(e, stage.snap, 0)
-        else:
-            cache.snapshot_into(e, stage.snap)
+        use(cache, e, stage.snap, row)
     assert standin.pending_failures() == 0
     lane = stage.player.lane(2)
     for call in (
@@ -539,7 +545,7 @@ def test_a_lost_context_fails_everything_by_name_and_the_next_one_works(
             call()
         told = caught.value
         assert "tainted" in str(told) or (isinstance(told, DriverError) and told.code == 719)
-    for each in (stage.snap, cache, stage.other.cache, e):
+    for each in (row, stage.snap, cache, stage.other.cache, e):
         with suppress(DriverError):
             each.close()
     assert int(driver._cu.cuDevicePrimaryCtxReset(0)[0]) == 0

@@ -71,14 +71,20 @@ def refused_untouched(standin: StandIn, cache: layout.CacheC, name: str, *args: 
 
 
 def test_without_its_kernels_a_cache_does_not_move_and_is_not_tainted(standin: StandIn, device: LibraryDevice) -> None:
-    with c_cache(CASES["mtp"], [device]) as cache:
+    device.load("counters.cu")
+    with c_device() as bare, c_cache(CASES["mtp"], [device]) as cache:
         snap = new_snapshot(cache)
+        handle, valid, count = cache.devices[0].handle, bytes(snap.contents), standin.live_count()
+        cache.devices[0].handle = bare.handle  # the same GPU, by a device without kernels
         for name, *args in (
-            ("memra_rollback", snap, 0), ("memra_reset",), ("memra_sync",), ("memra_advance", 1),
-            ("memra_prepare_replay", None, 1),
+            ("memra_snapshot_into", snap), ("memra_rollback", snap, 0), ("memra_reset",), ("memra_sync",),
+            ("memra_advance", 1), ("memra_prepare_replay", None, 1),
         ):  # fmt: skip
             refused_untouched(standin, cache, name, *args)
-        device.load("counters.cu")
+        with pytest.raises(UnsupportedError, match="restore is not loaded"):
+            new_snapshot(cache)
+        assert (bytes(snap.contents), standin.live_count()) == (valid, count)
+        cache.devices[0].handle = handle
         library().call("memra_rollback", ctypes.pointer(cache), snap, 0)
         library().call("memra_snapshot_free", snap)
         assert cache.state == READY

@@ -102,7 +102,7 @@ def test_the_parameters_in_the_text_are_those_of_the_table(kernel: Kernel) -> No
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_a_kernel_waits_for_the_one_in_front_of_it_before_anything_else(kernel: Kernel) -> None:
-    """A launch may begin before that one has ended: until then a kernel does sums and makes its pipes; no thread ends."""
+    """A launch may begin before that one has ended: until then a kernel does sums and makes pipes; no thread ends."""
     whole = text_of("attend_pipe_block.cuh") if kernel.arch else expanded(kernel.source)
     name = "void attend" if kernel.arch else kernel.name
     body = re.search(rf"\b{name}\([^)]*\)\s*\{{(.*)", whole, re.DOTALL)
@@ -169,6 +169,7 @@ def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> No
     arguments |= {"state_size": 128, "n_head": 64, "n_head_kv": 4, "head_dim_k": 64, "head_dim_v": 512, "columns": 8192}
     if "window" in arguments:
         arguments["rows"] = 4096  # a launch of attend has a block per 8 columns and group, so not that many rows
+        arguments["pieces"] = kernels.ATTEND_FOLDS if kernel.name.endswith("_folds") else kernels.ATTEND_GROUPS
     grid, block, _shared = kernel.shape(arguments)
     bound = re.search(rf"__launch_bounds__\((\d+)(?:, \d+)?\) {kernel.name}\(", expanded(kernel.source))
     assert bound

@@ -15,6 +15,7 @@ from memra_driver import driver, ops
 from memra_driver.cache import Cache
 from memra_driver.formats import FORMATS
 from memra_driver.kernels import KERNELS
+from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS
 
 MakeDev = Callable[..., Any]
 
@@ -95,6 +96,7 @@ def test_more_rows_than_a_grid_axis_of_65535_go_in_one_call(make_dev: MakeDev) -
         arguments = dict.fromkeys((parameter for _, parameter in kernel.params), 0) | {
             "rows": rows, "kv_dim_k": 32, "kv_dim_v": 32, "conv_dim": 128, "num_k": 1, "num_v": 2, "state_size": 32,
             "n": 1, "n_seqs": 1, "columns": 64, "n_head": 4, "n_head_kv": 2, "head_dim_k": 64, "head_dim_v": 64,
+            "pieces": ATTEND_FOLDS if name.endswith("_folds") else ATTEND_GROUPS,
         }  # fmt: skip
         grid, block, _ = kernel.shape(arguments)
         assert grid[1:] == kernel.shape(arguments | {"rows": 1})[0][1:], name

@@ -218,12 +218,13 @@ def copy_cases(rng: Rng, small: bool) -> Iterator[Case]:
     many = {"table": "table", "n": len(table), "health": None, "layer": 0}
     title = f"copy_many {len(table)} copies of any alignment"
     yield Case(title, [("copy_many", many)], arrays, {"table": table})
-    for n_bytes, n_bytes2 in ((0, 0), (40_004, 0), (5, 16_384), (32_769, 16_391)):
-        args = {"bytes": n_bytes, "bytes2": n_bytes2, "counters": rng.integers(-9, 9, 128).astype(np.int32)}
+    for n_bytes, n_bytes2, counts in ((0, 0, 1), (40_004, 0, 1), (5, 16_384, 1), (32_769, 16_391, 1), (16_391, 9, 0)):
+        args: Args = {"bytes": n_bytes, "bytes2": n_bytes2, "health": None, "layer": 0, "a": 7, "b": 8}
+        args["counters"] = rng.integers(-9, 9, 128).astype(np.int32) if counts else None
+        args |= {"a_lo": 1023 * counts, "a_hi": 0, "b_lo": 1024 * counts, "b_hi": -(2**63) * counts}
         for end in ("", "2"):
             args |= {"src" + end: rng.integers(0, 256, 50_000, np.uint8), "dst" + end: poison(50_000, np.uint8)}
-        args |= {"a": 7, "b": 8, "a_lo": 1023, "a_hi": 0, "b_lo": 1024, "b_hi": -(2**63), "health": None, "layer": 0}
-        yield single(f"{n_bytes} and {n_bytes2} bytes", "restore", args)
+        yield single(f"{n_bytes} and {n_bytes2} bytes{'' if counts else ' alone'}", "restore", args)
     for rows, columns, src_stride, dst_stride in ((1, 7, 7, 7), (3, 1025, 1025, 3100), (5, 300, 301, 900)):
         args = rows_args(rng, rows, columns, src_stride, dst_stride)
         yield single(f"{rows} rows of {columns}", "copy_rows", args)
