@@ -14,10 +14,11 @@ struct Scorer {
     int all_from, all_to;  // keys that all columns see
 };
 
-// score = what the warp's keys are to the columns, as powers of two; minus infinity unseen.
+// score = what the warp's keys are to the columns of `used` fragments, as powers of two; minus infinity unseen.
 template <int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void score_stage(const Block& b, const uint8_t* stage, const Scorer& s, const View& view,
-                                                   const uint4* held, int first_token, float score[SLABS][NT][4]) {
+                                                   int used, const uint4* held, int first_token,
+                                                   float score[SLABS][NT][4]) {
     const int t = threadIdx.x & 3, pairs = b.head_dim_k / 64;  // of blocks
     const bool fp8 = b.k_format == MEMRA_FP8;
 #pragma unroll
@@ -28,17 +29,17 @@ static __device__ __forceinline__ void score_stage(const Block& b, const uint8_t
         if (fp8) {
 #pragma unroll(FIXED && NT == 1 ? 2 : 1)
             for (int i = 0; i < pairs; i++) {
-                score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, b.query_bytes / 16, score[slab]);
+                score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, b.query_bytes / 16, used, score[slab]);
             }
         } else if (FIXED && NT == 1) {
 #pragma unroll
             for (int i = 0; i < pairs; i++) {
-                score_q8<NT>(upper + 68 * i, lower + 68 * i, held + 2 * i, 1, 0, score[slab]);
+                score_q8<NT>(upper + 68 * i, lower + 68 * i, held + 2 * i, 1, 0, used, score[slab]);
             }
         } else {
 #pragma unroll(FIXED || NT <= 2 ? 4 : 1)
             for (int i = 0; i < pairs; i++) {
-                score_q8<NT>(upper + 68 * i, lower + 68 * i, s.query + 64 * i, 32, b.query_bytes / 16, score[slab]);
+                score_q8<NT>(upper + 68 * i, lower + 68 * i, s.query + 64 * i, 32, b.query_bytes / 16, used, score[slab]);
             }
         }
 #pragma unroll

@@ -80,22 +80,24 @@ struct Launch {
 // The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
 // which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
 // A whole warp goes through them together.
-template <int PIECES>
+template <int PIECES, int COLUMNS>
 struct Tasks {
     Task task;        // that next() has found
     View view;        // and what its columns see, and its stages
     typename Launch<PIECES>::Stages walk;
 
     __device__ __forceinline__ explicit Tasks(const Launch<PIECES>& launch)
-        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), piece_of_block() - STEP}, turn(-1), counter(0) {
+        : task{launch.first_seq() - launch.COUNT, -1, launch.columns(), 0}, number(piece_of_block() - STEP), turn(-1),
+          counter(0) {
         ask(launch, launch.first_seq());
     }
     // Whether there is one more that has keys.
     __device__ __forceinline__ bool next(const Block& b, const Launch<PIECES>& launch) {
         const int width = b.columns;
         for (;;) {
-            task.piece += STEP;
-            if (task.piece >= PIECES) task.piece -= PIECES;
+            number += STEP;
+            if (number >= PIECES) number -= PIECES;
+            task.piece = number;
             task.first_column += width;
             const bool other = task.first_column >= launch.columns();  // sequence
             if (other) {
@@ -113,18 +115,37 @@ struct Tasks {
             const int own = fits ? counter : -1, pos = launch.seqs ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
             if (other) task.pos = pos;
             view.pos = task.pos;
+            const bool works = task.pos >= 0 && (COLUMNS == 8 || PIECES == FOLDS || share());
             walk = launch.walk(b, task, view);
-            if (task.pos >= 0 && walk.more()) return true;
-            if (other && !fits && (int)threadIdx.x == turn && task.piece == 0) {
+            if (works && walk.more()) return true;
+            if (other && !fits && (int)threadIdx.x == turn && number == 0) {
                 launch.report(MEMRA_FAULT_SLOT_RANGE, task.seq, counted ? counter : launch.slot);
             }
         }
     }
 
 private:
+    // Where few tiles have keys, blocks share what one has room for, down to 8 columns each: then tile after tile has the
+    // first columns, and again the next ones. False for a block that gets none. No bit depends on it.
+    __device__ __forceinline__ bool share() {
+        const int first_tile = view.first(0) / TILE, tiles = view.last(view.columns - 1) / TILE - first_tile + 1;
+        const int whole = (view.columns + 7) / 8, half = (whole + 1) / 2;  // fragments of 8 columns
+        const int own = tiles * whole <= GROUPS ? 1 : tiles * 2 <= GROUPS ? half : whole;
+        if (own == whole) return true;
+        int left = number;
+        while (left >= tiles) {
+            left -= tiles;
+            view.first_column += 8 * own;
+            view.columns -= 8 * own;
+        }
+        if (view.columns > 8 * own) view.columns = 8 * own;
+        task.piece = (first_tile + left) % GROUPS;
+        return view.columns > 0;
+    }
     // A launch has GROUPS blocks.
     static __device__ int piece_of_block() { return (int)(PIECES == GROUPS ? blockIdx.x : blockIdx.x % PIECES); }
     static constexpr int STEP = 53 % PIECES;  // another piece each time, so that short ones spread
+    int number;  // of the piece, where a block has all columns of it
     // A table and a counter stand before a position, so each lane asks for that of one sequence; whose turn it is.
     int turn, counter;
     bool counted;

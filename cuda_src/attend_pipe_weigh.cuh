@@ -79,9 +79,10 @@ static __device__ __forceinline__ void copy_sums(const float from[4 * WORDS][NT]
 }
 
 // Sums over V of one stage: out (dims of this warp, columns) += V^T weights. dims: of the head, from this warp's first on.
+// used: fragments of columns that have some.
 template <class V, int WORDS, int NT, bool FIXED>
 static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
-                                                   uint32_t base, float out[4 * WORDS][NT][4]) {
+                                                   int used, uint32_t base, float out[4 * WORDS][NT][4]) {
     // A row of fragments behind the head's dims is made of row 0, and nobody uses it: what follows in memory is another
     // team's to write.
     const int lane = threadIdx.x & 31, g = V::first_dim(lane / 4) < dims ? lane / 4 : 0;
@@ -101,7 +102,9 @@ static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t
             uint32_t a[4];
             values.fragment(i / 4, i % 4, base, a);
 #pragma unroll
-            for (int n = 0; n < NT; n++) memra_mma(out[i][n], a, w[n]);
+            for (int n = 0; n < NT; n++) {
+                if (n == 0 || n < used) memra_mma(out[i][n], a, w[n]);
+            }
         }
     }
 }
