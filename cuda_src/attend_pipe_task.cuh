@@ -115,7 +115,7 @@ struct Tasks {
             const int own = fits ? counter : -1, pos = launch.seqs ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
             if (other) task.pos = pos;
             view.pos = task.pos;
-            const bool works = task.pos >= 0 && (COLUMNS == 8 || PIECES == FOLDS || share());
+            const bool works = task.pos >= 0 && (COLUMNS == 8 || PIECES == FOLDS || share(b));
             walk = launch.walk(b, task, view);
             if (works && walk.more()) return true;
             if (other && !fits && (int)threadIdx.x == turn && number == 0) {
@@ -127,8 +127,9 @@ struct Tasks {
 private:
     // Where few tiles have keys, blocks share what one has room for, down to 8 columns each: then tile after tile has the
     // first columns, and again the next ones. False for a block that gets none. No bit depends on it.
-    __device__ __forceinline__ bool share() {
-        const int first_tile = view.first(0) / TILE, tiles = view.last(view.columns - 1) / TILE - first_tile + 1;
+    __device__ __forceinline__ bool share(const Block& b) {
+        const int first_tile = view.first(0) >> b.tile_shift;
+        const int tiles = (view.last(view.columns - 1) >> b.tile_shift) - first_tile + 1;
         const int whole = (view.columns + 7) / 8, half = (whole + 1) / 2;  // fragments of 8 columns
         const int own = tiles * whole <= GROUPS ? 1 : tiles * 2 <= GROUPS ? half : whole;
         if (own == whole) return true;
