@@ -66,8 +66,9 @@ struct Launch {
         if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b);  // without a division
         return walk_of<COUNT>(task.piece, view.first(0), last, b);
     }
-    // Whether half of the blocks or more have no key of the view: attend_combine's blocks find a multiprocessor each, while
-    // the others finish. Where all are busy, the first that ends would be given several of them.
+    // Of one sequence in groups, whether half of the blocks or more have no key: attend_combine's blocks find a multiprocessor
+    // each, while the others finish. Where all are busy, the first that ends would be given several of them. With more
+    // sequences, or folds, it is a guess.
     __device__ bool leaves_places(const Block& b, const View& view) const {
         return (view.last(view.columns - 1) >> b.tile_shift) - (view.first(0) >> b.tile_shift) < GROUPS / 2;
     }

@@ -26,7 +26,7 @@
 
 __device__ inline bool memra_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
 
-// The first line of each kernel, in front of any look at memory: a launch may begin while the kernel in front of it in its
+// In each kernel, in front of its first look at global memory: a launch may begin while the kernel in front of it in its
 // stream comes to its end (programmatic dependent launch), and waits here until all that one wrote can be seen. Every thread
 // calls it, also of blocks without work: a kernel that has ended tells the next one that those before it have, too.
 __device__ inline void memra_begin() {

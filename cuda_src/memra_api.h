@@ -361,7 +361,8 @@ MEMRA_API int memra_digest(memra_cache *cache, char hex[65]);
 
 /* ---- Back and forth ---- */
 
-/* Both launch restore, or copy_many where the states of some layers were exchanged and those of others not. */
+/* Both launch restore on each device with recurrent layers, or copy_many where more than two ranges are to be copied: the
+ * states of some layers were exchanged and those of others not, or planes are allocations of their own. */
 MEMRA_API int memra_snapshot_new(memra_cache *cache, memra_snapshot **snapshot);
 MEMRA_API int memra_snapshot_into(memra_cache *cache, memra_snapshot *snapshot);
 MEMRA_API int memra_snapshot_free(memra_snapshot *snapshot);  /* what memra_snapshot_new made; NULL does nothing */
@@ -451,9 +452,10 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  * + 4 * (t * head_dim_k / 32 + 67 * c + 1) bytes, which an entry of attend must have been allowed by
  * cuKernelSetAttribute. t, the keys that are summed together, is 64, or 32 where n_head_kv is more than 2; attend_combine
  * takes it from n_head_kv, too.
- * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane: attend_pipe_W_C, and
- * attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both sides. They are for 132 pieces; where C
- * is 8, the same name with _folds is for 12.
+ * attend_pipe_* are for sm_90 and for tokens whose bytes are packed, a multiple of 16 in either plane (see memra_launch_attend
+ * for the rest): attend_pipe_W_C, where W is the least of 64, 128, 256 that is no less than head_dim_v divided by 8, 4, 2, 1
+ * for 1, 2, up to 4, up to 8 K/V heads, and attend_pipe_K_V_HxD_C for the formats K and V, H K/V heads and head_dim D on both
+ * sides. They are for 132 pieces; where C is 8, the same name with _folds is for 12.
  */
 MEMRA_API int memra_launch_append_kv(
     memra_device *device, uint64_t k_rows, uint64_t v_rows, uint64_t k, uint64_t v, uint64_t len_d, uint64_t pos_d,

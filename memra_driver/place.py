@@ -166,7 +166,7 @@ class Copies(NamedTuple):
 
     @property
     def are_few(self) -> bool:
-        """Whether they are plain copies, at most two."""
+        """Whether they are at most two ranges: plain copies, or part of one launch."""
         return self.ranges is not None and len(self.ranges) <= 2
 
     @property

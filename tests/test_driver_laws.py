@@ -19,7 +19,6 @@ from memra_driver.plan import CacheOptions
 pytestmark = pytest.mark.standin
 MakeDev = Callable[..., Any]
 ALLOCATIONS = ("cuMemAlloc", "cuMemAllocAsync")
-COPIES = ("cuMemcpyDtoDAsync",)
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuStreamWaitEvent")
 MTP = tiny(n_layer=9, nextn_predict_layers=1)
 PADDED = tiny(ssm=SsmConfig(conv_kernel=3, state_size=5, time_step_rank=3, group_count=1))  # no plane fills its 256s

@@ -32,7 +32,6 @@ MAX_ARRAY_BYTES = 1 << 30  # of all arrays together, each range of a file counte
 DTYPES = {"u8": np.uint8, "u16": np.uint16, "i32": np.int32, "i64": np.int64, "f32": np.float32}
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 ALIGN = 16  # every array of a file begins at a multiple
-POISON = 0xA5  # every byte of an array that is only an output, before the operation
 _PRIME, _SEED, _CHUNK = 0x100000001B3, 0xCBF29CE484222325, 1 << 16
 
 
