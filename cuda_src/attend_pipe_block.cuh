@@ -67,7 +67,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     const int step = v_fp8 ? VFp8<WORDS>::step : VQ5<WORDS>::step;
     const int apart = v_fp8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
     const uint32_t base = f16_1024(launch.rows);
-    const int used = (view.columns + 7) / 8;  // fragments of columns
+    const bool few = view.columns <= 8;  // so that one fragment has them
     // Two sets of weights, of which one is written while the other is read.
     uint2* const weights = (uint2*)(bytes + b.weight) + head * slabs * NT * 32;
     const int other = b.n_head_kv * slabs * NT * 32;
@@ -89,7 +89,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
         if (more) {
             memra_pipe_wait(b.k.full_pipe(bytes, scored), k_turn.parity);
             if (scores) {
-                score_stage<NT, SLABS, FIXED>(b, b.k.stage(bytes, scored), scorer, view, used, held, scored_token, score);
+                score_stage<NT, SLABS, FIXED>(b, b.k.stage(bytes, scored), scorer, view, few, held, scored_token, score);
                 if (starts) {
                     publish_most<NT, SLABS>(score, most + member * 8 * NT);
                 } else {
@@ -138,11 +138,11 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                     }
                 }
                 if (!done && b.v_format == MEMRA_Q5_1) {
-                    weigh_stage<VQ5<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, used, base, group.value);
+                    weigh_stage<VQ5<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, few, base, group.value);
                 } else if (!done && b.v_format == MEMRA_Q4_0) {
-                    weigh_stage<VQ4<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, used, base, group.value);
+                    weigh_stage<VQ4<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, few, base, group.value);
                 } else if (!done) {
-                    weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, used, base, group.value);
+                    weigh_stage<VFp8<WORDS>, WORDS, NT, FIXED>(b, own_rows, dims, weights + set, few, base, group.value);
                 }
             }
             memra_pipe_arrive(b.v.empty_pipe(bytes, v_turn.stage));

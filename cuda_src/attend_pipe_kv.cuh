@@ -10,10 +10,10 @@
 // two last instead of the former), and 4t .. and 16 + 4t .. of the odd one.
 
 // score += two blocks of q8_0 times the queries, whose integers are 256 high + low. Strides of the query: of the next
-// block and of the next 8 columns, of which `used` fragments have some.
+// block and of the next 8 columns.
 template <int NT>
 static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint8_t* lower, const uint4* query,
-                                                int block_stride, int query_stride, int used, float score[NT][4]) {
+                                                int block_stride, int query_stride, float score[NT][4]) {
     const int t = threadIdx.x & 3;
     const uint32_t *x = (const uint32_t*)upper, *y = (const uint32_t*)lower;
     const uint32_t mixed = t == 0 ? 0x5432u : 0x3210u, x0 = x[0], y0 = y[0], x8 = x[8], y8 = y[8];
@@ -23,7 +23,6 @@ static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint
                         memra_from_f16((uint16_t)(y8 >> 16))};
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-        if (n > 0 && n >= used) break;
 #pragma unroll
         for (int block = 0; block < 2; block++) {
             const uint4 q = query[n * query_stride + block_stride * block];
@@ -41,7 +40,7 @@ static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint
 // score += 64 elements of e4m3 times the queries, high and low part.
 template <int NT>
 static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, const uint4* query, int query_stride,
-                                 int used, float score[NT][4]) {
+                                 float score[NT][4]) {
     const int t = threadIdx.x & 3;
     const uint4 x = ((const uint4*)upper)[t], y = ((const uint4*)lower)[t];
     const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
@@ -51,7 +50,6 @@ static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, con
                                memra_e4m3_pair(ys[step] >> 16)};
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            if (n > 0 && n >= used) break;
             const uint4 q = query[n * query_stride + 32 * step];
             const uint32_t high[2] = {q.x, q.y}, low[2] = {q.z, q.w};
             memra_mma(score[n], a, high);

@@ -14,33 +14,39 @@ struct Scorer {
     int all_from, all_to;  // keys that all columns see
 };
 
-// score = what the warp's keys are to the columns of `used` fragments, as powers of two; minus infinity unseen.
+// score += what 16 keys are to NT fragments of columns, those of a head; held: of the query, where a lane keeps it.
+template <int NT, bool HOLDS, bool FIXED>
+static __device__ __forceinline__ void score_slab(const Block& b, const uint8_t* upper, const uint8_t* lower,
+                                                  const uint4* query, const uint4* held, float score[NT][4]) {
+    const int pairs = b.head_dim_k / 64, stride = b.query_bytes / 16;  // of blocks, of the next 8 columns
+    if (b.k_format == MEMRA_FP8) {
+#pragma unroll(HOLDS ? 2 : 1)
+        for (int i = 0; i < pairs; i++) score_fp8<NT>(upper + 64 * i, lower + 64 * i, query + 128 * i, stride, score);
+    } else if (HOLDS) {
+#pragma unroll
+        for (int i = 0; i < pairs; i++) score_q8<NT>(upper + 68 * i, lower + 68 * i, held + 2 * i, 1, 0, score);
+    } else {
+#pragma unroll(FIXED || NT <= 2 ? 4 : 1)
+        for (int i = 0; i < pairs; i++) score_q8<NT>(upper + 68 * i, lower + 68 * i, query + 64 * i, 32, stride, score);
+    }
+}
+
+// score = what the warp's keys are to the columns, as powers of two; minus infinity unseen. few: 8 columns at most.
 template <int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void score_stage(const Block& b, const uint8_t* stage, const Scorer& s, const View& view,
-                                                   int used, const uint4* held, int first_token,
+                                                   bool few, const uint4* held, int first_token,
                                                    float score[SLABS][NT][4]) {
-    const int t = threadIdx.x & 3, pairs = b.head_dim_k / 64;  // of blocks
-    const bool fp8 = b.k_format == MEMRA_FP8;
+    constexpr bool HOLDS = FIXED && NT == 1;
+    const int t = threadIdx.x & 3;
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {
         const uint8_t *upper = stage + s.at + 4 * slab * b.k.token_bytes, *lower = upper + 2 * b.k.token_bytes;
 #pragma unroll
         for (int n = 0; n < NT; n++) score[slab][n][0] = score[slab][n][1] = score[slab][n][2] = score[slab][n][3] = 0.0f;
-        if (fp8) {
-#pragma unroll(FIXED && NT == 1 ? 2 : 1)
-            for (int i = 0; i < pairs; i++) {
-                score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, b.query_bytes / 16, used, score[slab]);
-            }
-        } else if (FIXED && NT == 1) {
-#pragma unroll
-            for (int i = 0; i < pairs; i++) {
-                score_q8<NT>(upper + 68 * i, lower + 68 * i, held + 2 * i, 1, 0, used, score[slab]);
-            }
+        if (NT > 1 && few) {
+            score_slab<1, HOLDS, FIXED>(b, upper, lower, s.query, held, score[slab]);
         } else {
-#pragma unroll(FIXED || NT <= 2 ? 4 : 1)
-            for (int i = 0; i < pairs; i++) {
-                score_q8<NT>(upper + 68 * i, lower + 68 * i, s.query + 64 * i, 32, b.query_bytes / 16, used, score[slab]);
-            }
+            score_slab<NT, HOLDS, FIXED>(b, upper, lower, s.query, held, score[slab]);
         }
 #pragma unroll
         for (int n = 0; n < NT; n++) {

@@ -126,22 +126,20 @@ struct Tasks {
     }
 
 private:
-    // Where few tiles have keys, blocks share what one has room for, down to 8 columns each: then tile after tile has the
-    // first columns, and again the next ones. False for a block that gets none. No bit depends on it.
+    // Where so few tiles have keys that each 8 columns of each can have a block of their own, they have: tile after tile the
+    // first ones, and again the next ones. False for a block that gets none. No bit depends on it.
     __device__ __forceinline__ bool share(const Block& b) {
         const int first_tile = view.first(0) >> b.tile_shift;
         const int tiles = (view.last(view.columns - 1) >> b.tile_shift) - first_tile + 1;
-        const int whole = (view.columns + 7) / 8, half = (whole + 1) / 2;  // fragments of 8 columns
-        const int own = tiles * whole <= GROUPS ? 1 : tiles * 2 <= GROUPS ? half : whole;
-        if (own == whole) return true;
-        int left = number;
-        while (left >= tiles) {
-            left -= tiles;
-            view.first_column += 8 * own;
-            view.columns -= 8 * own;
+        if (view.columns <= 8 || tiles * ((view.columns + 7) / 8) > GROUPS) return true;
+        int tile = number;
+        while (tile >= tiles && view.columns > 0) {
+            tile -= tiles;
+            view.first_column += 8;
+            view.columns -= 8;
         }
-        if (view.columns > 8 * own) view.columns = 8 * own;
-        task.piece = (first_tile + left) % GROUPS;
+        if (view.columns > 8) view.columns = 8;
+        task.piece = (first_tile + tile) % GROUPS;
         return view.columns > 0;
     }
     // A launch has GROUPS blocks.

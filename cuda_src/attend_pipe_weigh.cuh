@@ -78,19 +78,19 @@ static __device__ __forceinline__ void copy_sums(const float from[4 * WORDS][NT]
     }
 }
 
-// Sums over V of one stage: out (dims of this warp, columns) += V^T weights. dims: of the head, from this warp's first on.
-// used: fragments of columns that have some.
-template <class V, int WORDS, int NT, bool FIXED>
-static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
-                                                   int used, uint32_t base, float out[4 * WORDS][NT][4]) {
+// Sums over V of one stage: out (dims of this warp, columns) += V^T weights, for USED fragments of NT. dims: of the head,
+// from this warp's first on.
+template <class V, int WORDS, int NT, int USED, bool FIXED>
+static __device__ __forceinline__ void weigh_used(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
+                                                  uint32_t base, float out[4 * WORDS][NT][4]) {
     // A row of fragments behind the head's dims is made of row 0, and nobody uses it: what follows in memory is another
     // team's to write.
     const int lane = threadIdx.x & 31, g = V::first_dim(lane / 4) < dims ? lane / 4 : 0;
 #pragma unroll(!FIXED ? 1 : NT == 1 ? 4 : 2)
     for (int slab = 0; slab < b.slabs(); slab++) {
-        uint32_t w[NT][2];
+        uint32_t w[USED][2];
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int n = 0; n < USED; n++) {
             const uint2 two = weight[(slab * NT + n) * 32 + lane];
             w[n][0] = two.x;
             w[n][1] = two.y;
@@ -102,10 +102,19 @@ static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t
             uint32_t a[4];
             values.fragment(i / 4, i % 4, base, a);
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                if (n == 0 || n < used) memra_mma(out[i][n], a, w[n]);
-            }
+            for (int n = 0; n < USED; n++) memra_mma(out[i][n], a, w[n]);
         }
+    }
+}
+
+// few: 8 columns at most.
+template <class V, int WORDS, int NT, bool FIXED>
+static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t* rows, int dims, const uint2* weight,
+                                                   bool few, uint32_t base, float out[4 * WORDS][NT][4]) {
+    if (NT > 1 && few) {
+        weigh_used<V, WORDS, NT, 1, FIXED>(b, rows, dims, weight, base, out);
+    } else {
+        weigh_used<V, WORDS, NT, NT, FIXED>(b, rows, dims, weight, base, out);
     }
 }
 
