@@ -63,9 +63,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     }
     const int v_at = b.v.quarter(t) + head * b.v.head_bytes + first_dim / 32 * block_bytes_of(b.v_format);
     const bool v_fp8 = b.v_format == MEMRA_FP8;
-    const int lane_dim = first_dim + (v_fp8 ? VFp8<WORDS>::first_dim(g) : VQ5<WORDS>::first_dim(g));
-    const int step = v_fp8 ? VFp8<WORDS>::step : VQ5<WORDS>::step;
-    const int apart = v_fp8 ? VFp8<WORDS>::apart : VQ5<WORDS>::apart;
+    const Dims own = v_fp8 ? dims_of<VFp8<WORDS>>(first_dim, g) : dims_of<VQ5<WORDS>>(first_dim, g);
     const uint32_t base = f16_1024(launch.rows);
     const bool few = view.columns <= 8;  // so that one fragment has them
     // Two sets of weights, of which one is written while the other is read.
@@ -128,7 +126,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
                 bool done = false;
                 if (view.columns > view.gqa && (start < all_from || stop > all_to)) {
                     const Split split = {view, b.v, head_rows, weights + set, b.tokens, b.v_format, b.head_dim_v, start,
-                                         first_dim, dims, lane_dim, step, apart};
+                                         first_dim, dims, own};
                     done = any_odd(split);
                     if (done) {
                         float kept[4 * WORDS][NT][4];
@@ -207,19 +205,8 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
             const int column = 8 * n + 2 * t + i, row = view.row(column);
             const int of_head = view.first_column + column - row * view.gqa;
             to[n][i] = launch.sums(b, task, row, head * view.gqa + of_head);
-            if (!sums || column >= view.columns) continue;
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-                const int d = lane_dim + w * step;
-                if (!FIXED && d >= b.head_dim_v) continue;
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int x = i + 2 * half;
-                    *(float4*)(to[n][i] + d + half * apart) =
-                        make_float4(group.value[4 * w][n][x], group.value[4 * w + 1][n][x], group.value[4 * w + 2][n][x],
-                                    group.value[4 * w + 3][n][x]);
-                }
-            }
+            const bool writes = sums && column < view.columns;
+            store_sums<WORDS, NT, FIXED>(group.value, n, i, own, v_fp8, writes, to[n][i], b.head_dim_v);
         }
     }
     if (PIECES == GROUPS) {  // what the team's warps have left is waited for behind what needs nothing of it
@@ -274,7 +261,7 @@ template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
 static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECES>& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;  // a task's queries, while the one before is worked on
-    constexpr int COLUMNS = !FIXED ? 2 : NT > 1 ? 8 : 2 * WORDS;  // of queries that a warp has on their way
+    constexpr int COLUMNS = FIXED ? 2 * WORDS * NT : 2;  // of queries that a warp has on their way
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
     if (threadIdx.x == 32 * TEAM_WARPS) {

@@ -36,6 +36,53 @@ struct Sums {
     }
 };
 
+// The dims of V that a lane of row g sums up: 4 from first + step * w on, and 4 that lie `apart` further, see above VQ5.
+struct Dims {
+    int first, step, apart;
+    int between;  // from those of an even row to those of the next one
+};
+
+template <class V>
+static __device__ __forceinline__ Dims dims_of(int first_dim, int g) {
+    return {first_dim + V::first_dim(g), V::step, V::apart, V::first_dim(1)};
+}
+
+// A lane's sums of column 8n + 2t + i to where the column's begin, those of dims below `dims`. Of 8 neighbouring dims, two
+// parts of 16 bytes, lanes of rows g and g + 1 exchange one, so that a store of the warp fills whole sectors of memory: then
+// the first part is of the even row's dims and the second of the odd one's, to the left where the lane's row is even.
+template <int WORDS, int NT, bool FIXED>
+static __device__ __forceinline__ void store_sums(const float value[4 * WORDS][NT][4], int n, int i, const Dims& own, bool fp8,
+                                                  bool writes, float* to, int dims) {
+    const int odd = (int)(threadIdx.x / 4 & 1);
+#pragma unroll
+    for (int p = 0; p < 2 * WORDS; p += 2) {
+        float part[2][4];
+        int dim[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int w = fp8 ? (p + j) / 2 : (p + j) % WORDS, half = fp8 ? (p + j) % 2 : (p + j) / WORDS;
+#pragma unroll
+            for (int k = 0; k < 4; k++) part[j][k] = value[4 * w + k][n][i + 2 * half];
+            dim[j] = own.first + w * own.step + half * own.apart;
+        }
+        if (fp8 || WORDS > 1) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float got = __shfl_xor_sync(MEMRA_ALL_LANES, odd ? part[0][k] : part[1][k], 4);
+                part[0][k] = odd ? got : part[0][k];
+                part[1][k] = odd ? part[1][k] : got;
+            }
+            dim[0] += odd ? 4 - own.between : 0;
+            dim[1] = dim[0] + own.between;
+        }
+        if (!writes) continue;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            if (FIXED || dim[j] < dims) memra_put4(to + dim[j], part[j][0], part[j][1], part[j][2], part[j][3]);
+        }
+    }
+}
+
 // The weights of this warp's keys of a stage, as they were handed over: sum[n] is of column g, over the lane's keys.
 template <int NT, int SLABS>
 static __device__ __forceinline__ void add_weights(const uint2* weight, float sum[NT]) {
@@ -127,23 +174,32 @@ struct Split {
     const uint2* weight;
     int tokens, format, head_dim, first_token;
     int first_dim, dims;            // of this warp
-    int lane_dim, step, apart;      // of this lane, see above VQ5
+    Dims own;                       // of this lane
     __device__ const uint8_t* row(int i) const {
         const int quarter = tokens / QUARTERS;
         return rows + plane.quarter(i / quarter) + i % quarter * plane.token_bytes;
     }
 };
 
-// Whether such a row holds an infinity or a NaN among this warp's dims: a weight of 0 would not silence it.
+// Whether such a row may hold an infinity or a NaN among this warp's dims: a weight of 0 would not silence it. A lane looks
+// at a block of 32, whose numbers f16 holds where its scale and offset are below these bounds.
 static __device__ __noinline__ bool any_odd(const Split& s) {
+    const int from = s.view.first(0), all_from = s.view.first(s.view.columns - 1);
+    const int to = s.view.last(s.view.columns - 1), all_to = s.view.last(0), end = s.first_token + s.tokens;
+    const int block = (int)(threadIdx.x & 31), bytes = block_bytes_of(s.format);
     bool odd = false;
-    for (int i = 0; i < s.tokens; i++) {
-        const int key = s.first_token + i;
-        if (key >= s.view.first(s.view.columns - 1) && key <= s.view.last(0)) continue;  // all see it
-        if (key < s.view.first(0) || key > s.view.last(s.view.columns - 1)) continue;    // nobody does
-        const uint8_t* row = s.row(i);
-        for (int d = threadIdx.x & 31; d < s.dims; d += 32) {
-            odd |= (v_element(row, s.format, s.first_dim + d) & 0x7C00u) == 0x7C00u;
+    for (int key = from > s.first_token ? from : s.first_token; key <= to && key < end; key++) {
+        if (key >= all_from && key <= all_to) {
+            key = all_to;  // the last of those that all see
+            continue;
+        }
+        if (block >= s.dims / 32) continue;
+        const uint8_t* x = s.row(key - s.first_token) + (s.first_dim / 32 + block) * bytes;
+        if (s.format == MEMRA_FP8) {  // no infinities; a NaN is 0x7F beside its sign
+            for (int i = 0; i < 8; i++) odd |= (((const uint32_t*)x)[i] & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u;
+        } else {
+            odd |= (((const uint16_t*)x)[0] & 0x7FFFu) >= 0x6400u;                            // d: 1024
+            odd |= s.format == MEMRA_Q5_1 && (((const uint16_t*)x)[1] & 0x7FFFu) >= 0x7800u;  // m: 32768
         }
     }
     return __any_sync(MEMRA_ALL_LANES, odd);
@@ -167,7 +223,7 @@ static __device__ __noinline__ void weigh_odd_stage(const Split& s, float out[4 
 #pragma unroll
                 for (int x = 0; x < 8; x++) {  // the fragment's elements
                     const int key = own + (x & 1) + (x / 4) * 2;
-                    const int dim = s.lane_dim + i / 4 * s.step + i % 4 + (x / 2 & 1) * s.apart;
+                    const int dim = s.own.first + i / 4 * s.own.step + i % 4 + (x / 2 & 1) * s.own.apart;
                     if (dim >= s.head_dim || !s.view.sees(first, s.first_token + key)) continue;
                     a[x / 2] |= v_element(s.row(key), s.format, dim) << 16 * (x & 1);
                 }

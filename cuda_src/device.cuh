@@ -258,6 +258,15 @@ __device__ inline void memra_write4(float* at, float4 x) {
 #endif
 }
 
+// Four f32 to a multiple of 16 bytes, by one instruction: what the compiler makes of an assignment may be four.
+__device__ inline void memra_put4(float* at, float x, float y, float z, float w) {
+#if MEMRA_PTX
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" : : "l"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+#else
+    *(float4*)at = make_float4(x, y, z, w);
+#endif
+}
+
 // Warp reductions by butterfly, 16, 8, 4, 2, 1 apart: every lane gets the same bits.
 __device__ inline float memra_warp_sum(float x) {
     for (int apart = 16; apart > 0; apart >>= 1) x = __fadd_rn(x, __shfl_xor_sync(MEMRA_ALL_LANES, x, apart));
