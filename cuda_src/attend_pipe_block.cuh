@@ -104,11 +104,11 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
             uint8_t* head_rows = b.v.stage(bytes, v_turn.stage) + head * b.v.head_bytes;
             const int start = weighed_token, stop = start + b.tokens - 1;
             if (start < any_from || stop > any_to) {  // rows that nobody sees become 0, whatever stands there
-                for (int i = member; i < b.tokens; i += team_warps) {
+                const int blocks = b.head_dim_v / 32;
+                for (int x = 32 * member + lane; x < b.tokens * blocks; x += threads) {
+                    const int i = x / blocks, c = i / quarter;
                     if (start + i >= any_from && start + i <= any_to) continue;
-                    const int c = i / quarter;
-                    uint8_t* row = head_rows + b.v.quarter(c) + (i - c * quarter) * b.v.token_bytes;
-                    for (int j = 2 * lane; j < b.v.head_bytes; j += 64) *(uint16_t*)(row + j) = 0;
+                    silence(head_rows + b.v.quarter(c) + (i - c * quarter) * b.v.token_bytes, b.v_format, x - i * blocks);
                 }
                 memra_pipe_fence();
                 memra_team_sync(team, threads);

@@ -183,6 +183,18 @@ struct VFp8 {
     }
 };
 
+// Makes a block of a row of V be 0: without scale and offset its codes are. The row lies in a stage.
+static __device__ __forceinline__ void silence(uint8_t* row, int format, int block) {
+    uint8_t* x = row + block * block_bytes_of(format);
+    if (format == MEMRA_FP8) {
+        for (int i = 0; i < 8; i++) ((uint32_t*)x)[i] = 0;
+    } else if (format == MEMRA_Q5_1) {
+        *(uint32_t*)x = 0;
+    } else {
+        *(uint16_t*)x = 0;
+    }
+}
+
 // One element of V as f16, as the fragments above have it.
 static __device__ uint32_t v_element(const uint8_t* row, int format, int dim) {
     const int j = dim % 32;
