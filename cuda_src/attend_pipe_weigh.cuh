@@ -183,7 +183,7 @@ struct Split {
 
 // Whether such a row may hold an infinity or a NaN among this warp's dims: a weight of 0 would not silence it. A lane looks
 // at a block of 32, whose numbers f16 holds where its scale and offset are below these bounds.
-static __device__ __noinline__ bool any_odd(const Split& s) {
+static __device__ __forceinline__ bool any_odd(const Split& s) {
     const int from = s.view.first(0), all_from = s.view.first(s.view.columns - 1);
     const int to = s.view.last(s.view.columns - 1), all_to = s.view.last(0), end = s.first_token + s.tokens;
     const int block = (int)(threadIdx.x & 31), bytes = block_bytes_of(s.format);
