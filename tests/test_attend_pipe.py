@@ -143,6 +143,46 @@ def test_an_infinite_value_reaches_only_rows_that_see_it(dev: Any, rng: np.rando
     assert_same_bits(out[2:, 3:], expected[2:, 3:])
 
 
+# d, or m, of a block as f16: infinite; a NaN; beside large codes more than f16 holds; all that f16 holds of m; large, but
+# held; the smallest that is looked at twice, and the largest that is not.
+SCALES = [(0, 0x7C00), (0, 0xFE00), (0, 0x6FFF), (2, 0xFC00), (2, 0x7BFF), (0, 0x6400), (0, 0xE3FF), (2, 0x7800), (2, 0xF7FF)]
+
+
+@pytest.mark.parametrize(("heads", "dims"), [((16, 2), (256, 256)), ((6, 2), (128, 128)), ((8, 8), (64, 64))])
+@pytest.mark.parametrize("v_format", ["q5_1", "q4_0", "fp8"])
+def test_a_block_that_f16_may_not_hold_reaches_only_rows_that_see_it(
+    dev: Any, rng: np.random.Generator, v_format: str, heads: Heads, dims: Dims
+) -> None:
+    args = attend_args(rng, 3, 30, heads=heads, dims=dims, formats=("q8_0", v_format))
+    expected = attend(dev, args).out
+    row, n_blocks = args["v"].reshape(33, -1)[31], heads[1] * dims[1] // 32
+    spoiled = [(0, 0x7F), (31, 0xFF)] if v_format == "fp8" else SCALES if v_format == "q5_1" else SCALES[:3] + SCALES[5:7]
+    for i, (place, value) in enumerate(spoiled):
+        changed = row.copy().reshape(n_blocks, -1)
+        block = (5 * i + 3) % n_blocks
+        if v_format == "fp8":
+            changed[block, place] = value
+        else:
+            changed[block, place : place + 2] = (value & 0xFF, value >> 8)
+        these = change_tokens(args, "v", slice(31, 32), changed.reshape(-1))
+        assert_same_bits(attend(dev, these).out[0], expected[0])
+        assert_rows_stand_alone(dev, these)
+
+
+@pytest.mark.parametrize("v_format", ["q5_1", "q4_0", "fp8"])
+@pytest.mark.parametrize(("heads", "dims"), [((16, 2), (256, 256)), ((6, 2), (128, 96)), ((8, 8), (64, 64))])
+def test_rows_that_nobody_sees_may_hold_anything(
+    dev: Any, rng: np.random.Generator, v_format: str, heads: Heads, dims: Dims
+) -> None:
+    args = attend_args(rng, 2, 21, heads=heads, dims=dims, formats=("q8_0", v_format), window=5, room=40)
+    expected = attend(dev, args).out
+    assert_close(expected, args)
+    for tokens in (slice(0, 17), slice(23, None)):
+        left = args["v"].reshape(63, -1)[tokens]
+        args = change_tokens(args, "v", tokens, rng.integers(0, 256, left.shape, np.uint8))
+        assert_same_bits(attend(dev, args).out, expected)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(dev: Any, rng: np.random.Generator, rows: int) -> None:
     sequences = [
