@@ -508,10 +508,10 @@ MEMRA_API int memra_launch_copy_many(
 MEMRA_API int memra_launch_copy_rows(
     memra_device *device, uint64_t src, uint64_t dst, int64_t src_stride, int64_t dst_stride, int32_t rows,
     int32_t columns, uint64_t health, int32_t layer);
-/* On sm_90 the entry is one of attend_pipe_* where its geometry is served, whatever the position and the number of rows: at most
- * 8 K/V heads, head dims that are multiples of 64, tokens as above, and room for two stages of them in shared memory.
- * Elsewhere the entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is at most 99 KiB.
- * part has memra_attend_part_bytes of room, whatever pieces is; it and the planes are 16-byte aligned. */
+/* On sm_90 the entry is one of attend_pipe_* where its geometry is served, whatever the position and the number of rows: at
+ * most 8 K/V heads, head dims that are multiples of 64, tokens as above, and room for two stages of them in shared memory.
+ * Elsewhere the entry is attend_W; attend_W_wide where there are more than 8 columns, rows * gqa, and S(32) is at most
+ * 99 KiB. part has memra_attend_part_bytes of room, whatever pieces is; it and the planes are 16-byte aligned. */
 MEMRA_API int memra_launch_attend(
     memra_device *device, uint64_t q, uint64_t k, uint64_t v, uint64_t pos_d, int64_t slot, int32_t rows,
     int64_t max_ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim_k, int32_t head_dim_v, int64_t k_tok_bytes,

@@ -143,9 +143,11 @@ def test_an_infinite_value_reaches_only_rows_that_see_it(dev: Any, rng: np.rando
     assert_same_bits(out[2:, 3:], expected[2:, 3:])
 
 
-# d, or m, of a block as f16: infinite; a NaN; beside large codes more than f16 holds; all that f16 holds of m; large, but
-# held; the smallest that is looked at twice, and the largest that is not.
-SCALES = [(0, 0x7C00), (0, 0xFE00), (0, 0x6FFF), (2, 0xFC00), (2, 0x7BFF), (0, 0x6400), (0, 0xE3FF), (2, 0x7800), (2, 0xF7FF)]
+# A block's d as f16: infinite, a NaN, more than f16 holds beside large codes; and on both sides of 1024, where a closer look
+# begins. Its m: infinite, all that f16 holds, on both sides of 32768. Of fp8 a NaN at either end.
+SPOILED_D = [(0, 0x7C00), (0, 0xFE00), (0, 0x6FFF), (0, 0x6400), (0, 0xE3FF)]
+SPOILED_M = [(2, 0xFC00), (2, 0x7BFF), (2, 0x7800), (2, 0xF7FF)]
+SPOILED = {"q5_1": SPOILED_D + SPOILED_M, "q4_0": SPOILED_D, "fp8": [(0, 0x7F), (31, 0xFF)]}
 
 
 @pytest.mark.parametrize(("heads", "dims"), [((16, 2), (256, 256)), ((6, 2), (128, 128)), ((8, 8), (64, 64))])
@@ -156,8 +158,7 @@ def test_a_block_that_f16_may_not_hold_reaches_only_rows_that_see_it(
     args = attend_args(rng, 3, 30, heads=heads, dims=dims, formats=("q8_0", v_format))
     expected = attend(dev, args).out
     row, n_blocks = args["v"].reshape(33, -1)[31], heads[1] * dims[1] // 32
-    spoiled = [(0, 0x7F), (31, 0xFF)] if v_format == "fp8" else SCALES if v_format == "q5_1" else SCALES[:3] + SCALES[5:7]
-    for i, (place, value) in enumerate(spoiled):
+    for i, (place, value) in enumerate(SPOILED[v_format]):
         changed = row.copy().reshape(n_blocks, -1)
         block = (5 * i + 3) % n_blocks
         if v_format == "fp8":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memra_driver.bench.measure import Bench, watched
-from memra_driver.bench.raw import raw_copy
+from memra_driver.bench.raw import raw_birth, raw_copy
 from memra_driver.bench.rows import PAIR, Attention, Pair, Row, Sizes, append_name, recurrent_name, step_name
 from memra_driver.bench.work import ATTENTION, FUSED, RECURRENT, Workload, attention_model, recurrent_model
 from memra_driver.cache import Cache
@@ -71,8 +71,13 @@ def state_bytes(cfg: ModelConfig, options: CacheOptions) -> int:
 
 
 def _births(bench: Bench, sizes: Sizes, cfg: ModelConfig) -> Iterator[Row]:
-    """A birth while the driver takes freed memory back at each wait, and while the process keeps it."""
+    """A birth while the driver takes freed memory back at each wait, and while the process keeps it.
+
+    Beside each the driver's part of it: one allocation of as many bytes and their clear.
+    """
     e, made, name = bench.e, [], f"Cache.new at {sizes.new_tokens}"
+    n_bytes = CachePlan(cfg, sizes.new_tokens, FormatPolicy()).arena_bytes
+    birth, end = raw_birth(bench, n_bytes)
     for kept, title in ((0, name), (1 << 40, f"{name}, memory kept")):
         e.keep_memory(kept)
         seconds = bench.host_seconds(
@@ -80,6 +85,8 @@ def _births(bench: Bench, sizes: Sizes, cfg: ModelConfig) -> Iterator[Row]:
             after=lambda: made.pop().close(),
         )  # fmt: skip
         yield Row("snapshot", title, host_seconds=seconds)
+        seconds = bench.host_seconds(birth, 1, after=end)
+        yield Row("snapshot", f"{title}: allocation and clear", who="cuda-python", bytes=n_bytes, host_seconds=seconds)
     e.keep_memory(0)
     e.trim()
 

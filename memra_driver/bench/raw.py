@@ -71,6 +71,19 @@ def raw_copy(bench: Bench, n_bytes: int) -> Callable[[], Any]:
     return lambda: copy(*args)
 
 
+def raw_birth(bench: Bench, n_bytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One allocation from the stream's pool and its clear, as cuda-python has them; and what frees it."""
+    from cuda.bindings import driver as cu
+
+    stream, made = cu.CUstream(bench.e.stream.handle), []
+
+    def birth() -> None:
+        made.append(cu.cuMemAllocAsync(n_bytes, stream)[1])
+        cu.cuMemsetD8Async(made[-1], 0, n_bytes, stream)
+
+    return birth, lambda: cu.cuMemFreeAsync(made.pop(), stream)
+
+
 def from_c(bench: Bench, work: Workload, launch: Packed) -> Iterator[Row]:
     """An append of the C library, and its launch alone, both called from C; nothing without library or compiler."""
     path = native.library()
