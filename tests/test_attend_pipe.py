@@ -143,8 +143,8 @@ def test_an_infinite_value_reaches_only_rows_that_see_it(dev: Any, rng: np.rando
     assert_same_bits(out[2:, 3:], expected[2:, 3:])
 
 
-# A block's d as f16: infinite, a NaN, more than f16 holds beside large codes; and on both sides of 1024, where a closer look
-# begins. Its m: infinite, all that f16 holds, on both sides of 32768. Of fp8 a NaN at either end.
+# A block's d as f16: infinite, a NaN, more than f16 holds beside large codes; and on both sides of 1024, where a closer
+# look begins. Its m: infinite, all that f16 holds, on both sides of 32768. Of fp8 a NaN at either end.
 SPOILED_D = [(0, 0x7C00), (0, 0xFE00), (0, 0x6FFF), (0, 0x6400), (0, 0xE3FF)]
 SPOILED_M = [(2, 0xFC00), (2, 0x7BFF), (2, 0x7800), (2, 0xF7FF)]
 SPOILED = {"q5_1": SPOILED_D + SPOILED_M, "q4_0": SPOILED_D, "fp8": [(0, 0x7F), (31, 0xFF)]}
