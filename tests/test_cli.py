@@ -151,7 +151,7 @@ def test_what_crosses_to_the_next_stage_is_looked_at(
     def stale(self: boundary.Boundary, rows: Any) -> None:
         send(self, rows)
         if rows.len > self.hidden:  # of steps of more than one row
-            HostMemory.array(self._slots.ptr, self._slots.len, np.float32)[:] += 1
+            HostMemory.array(self._slots.ptr, self._slots.len, np.uint32)[:] ^= 1 << 22  # whatever stands there
 
     monkeypatch.setattr(boundary.Boundary, "send", stale)
     status, text, _ = run(capsys, "run", model, "--stages", "host,host", "--ctx", "128")
