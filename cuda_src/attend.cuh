@@ -21,8 +21,9 @@ static __device__ float exp2_of(float x) {
 #endif
 }
 
-// A tile is 2^tile_shift_of keys: no more than a block of attend_pipe works on at a time where few warps share a K/V head.
-// Every order of sums follows from it, so nothing but the geometry of a cache decides it.
+// A tile is 2^tile_shift_of keys. The more K/V heads, the fewer keys a block of attend_pipe works on at a time: with four
+// heads of 256 and eight of 128 it is a whole tile of 32. Every order of sums follows from it, so nothing but the geometry
+// of a cache decides it.
 static __device__ constexpr int tile_shift_of(int n_head_kv) { return n_head_kv > 2 ? 5 : 6; }
 
 static __device__ float minus_infinity() { return __uint_as_float(0xFF800000u); }

@@ -3,7 +3,7 @@
 
 #include "attend_pipe.cuh"
 
-// One piece of the keys, for a chunk of columns of one sequence.
+// One piece of the keys, for a chunk of columns of one sequence; a View says which of them.
 struct Task {
     int seq, pos, first_column, piece;
 };
@@ -78,8 +78,9 @@ struct Launch {
     }
 };
 
-// The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns. Where a piece is a fold, of
-// which a sequence has fewer than there are blocks, as many sequences are worked on at once as a fold has groups.
+// The tasks of a block, in order: for each sequence it has one piece, of each chunk of columns; where few tiles have keys, at
+// most one, of 8 columns of the chunk. Where a piece is a fold, of which a sequence has fewer than there are blocks, as many
+// sequences are worked on at once as a fold has groups.
 // A whole warp goes through them together.
 template <int PIECES, int COLUMNS>
 struct Tasks {

@@ -165,8 +165,7 @@ static __device__ __forceinline__ void weigh_stage(const Block& b, const uint8_t
     }
 }
 
-// A stage with rows that some columns see and some do not. What takes care of it is called, not inlined: it is rare, and
-// its registers would weigh on every other stage.
+// A stage with rows that some columns see and some do not.
 struct Split {
     View view;
     Plane plane;
@@ -185,10 +184,10 @@ struct Split {
 // at a block of 32, whose numbers f16 holds where its scale and offset are below these bounds.
 static __device__ __forceinline__ bool any_odd(const Split& s) {
     const int from = s.view.first(0), all_from = s.view.first(s.view.columns - 1);
-    const int to = s.view.last(s.view.columns - 1), all_to = s.view.last(0), end = s.first_token + s.tokens;
+    const int to = s.view.last(s.view.columns - 1), all_to = s.view.last(0);
     const int block = (int)(threadIdx.x & 31), bytes = block_bytes_of(s.format);
     bool odd = false;
-    for (int key = from > s.first_token ? from : s.first_token; key <= to && key < end; key++) {
+    for (int key = from > s.first_token ? from : s.first_token; key <= to && key - s.first_token < s.tokens; key++) {
         if (key >= all_from && key <= all_to) {
             key = all_to;  // the last of those that all see
             continue;
@@ -206,7 +205,7 @@ static __device__ __forceinline__ bool any_odd(const Split& s) {
 }
 
 // weigh_stage where there is one: one row of queries at a time, with the keys that it does not see left out, keeps its own
-// columns of the result.
+// columns of the result. Called, not inlined: it is rare, and its registers would weigh on every other stage.
 template <int WORDS, int NT>
 static __device__ __noinline__ void weigh_odd_stage(const Split& s, float out[4 * WORDS][NT][4]) {
     const int lane = threadIdx.x & 31, t = lane % 4, quarter = s.tokens / QUARTERS;

@@ -91,7 +91,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def attend_tile(n_head_kv: int) -> int:
-    """Keys of a tile: no more than a block of attend_pipe works on at a time where few warps share a K/V head.
+    """Keys of a tile. The more K/V heads, the fewer keys a block of attend_pipe works on at a time.
 
     Every order of sums follows from it, so nothing but the geometry of a cache decides it.
     """

@@ -150,15 +150,23 @@ SPOILED_M = [(2, 0xFC00), (2, 0x7BFF), (2, 0x7800), (2, 0xF7FF)]
 SPOILED = {"q5_1": SPOILED_D + SPOILED_M, "q4_0": SPOILED_D, "fp8": [(0, 0x7F), (31, 0xFF)]}
 
 
-@pytest.mark.parametrize(("heads", "dims"), [((16, 2), (256, 256)), ((6, 2), (128, 128)), ((8, 8), (64, 64))])
+# Eight columns of a block are of one row, or of several; with 9 and 12 query heads a K/V head some are of two.
+SHARED: list[tuple[Heads, Dims]] = [
+    ((16, 2), (256, 256)), ((24, 2), (256, 256)), ((36, 4), (256, 256)), ((96, 8), (64, 192)), ((12, 1), (64, 64)),
+    ((6, 2), (128, 128)), ((8, 8), (64, 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "dims"), SHARED)
 @pytest.mark.parametrize("v_format", ["q5_1", "q4_0", "fp8"])
 def test_a_block_that_f16_may_not_hold_reaches_only_rows_that_see_it(
     dev: Any, rng: np.random.Generator, v_format: str, heads: Heads, dims: Dims
 ) -> None:
-    args = attend_args(rng, 3, 30, heads=heads, dims=dims, formats=("q8_0", v_format))
+    args = attend_args(rng, 2, 30, heads=heads, dims=dims, formats=("q8_0", v_format))
     expected = attend(dev, args).out
-    row, n_blocks = args["v"].reshape(33, -1)[31], heads[1] * dims[1] // 32
-    for i, (place, value) in enumerate(SPOILED[v_format]):
+    row, n_blocks = args["v"].reshape(32, -1)[31], heads[1] * dims[1] // 32
+    spoiled = SPOILED[v_format] if heads == (16, 2) else SPOILED[v_format][:2]
+    for i, (place, value) in enumerate(spoiled):
         changed = row.copy().reshape(n_blocks, -1)
         block = (5 * i + 3) % n_blocks
         if v_format == "fp8":
