@@ -66,11 +66,18 @@ struct Launch {
         if (COUNT == 1 && window == 0) return walk_of<COUNT>(task.piece, 0, last, b);  // without a division
         return walk_of<COUNT>(task.piece, view.first(0), last, b);
     }
+    // How many blocks work on a tile: where so few have keys that each 8 columns of each can have a block of their own, as many
+    // as there are eights. Several sequences spread by themselves, and each block would decode their tiles once more.
+    __device__ int eights(const Block& b, int tiles) const {
+        const int all = ((columns() < b.columns ? columns() : b.columns) + 7) / 8;
+        return COUNT == 1 && n_seqs == 1 && tiles * all <= GROUPS ? all : 1;
+    }
     // Of one sequence in groups, whether half of the blocks or more have no key: attend_combine's blocks find a multiprocessor
     // each, while the others finish. Where all are busy, the first that ends would be given several of them. With more
     // sequences, or folds, it is a guess.
     __device__ bool leaves_places(const Block& b, const View& view) const {
-        return (view.last(view.columns - 1) >> b.tile_shift) - (view.first(0) >> b.tile_shift) < GROUPS / 2;
+        const int tiles = (view.last(view.columns - 1) >> b.tile_shift) - (view.first(0) >> b.tile_shift) + 1;
+        return tiles * eights(b, tiles) <= GROUPS / 2;
     }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
     __device__ bool reports(const Block& b, const Task& task, const View& view) const {
@@ -117,7 +124,7 @@ struct Tasks {
             const int own = fits ? counter : -1, pos = launch.seqs ? __shfl_sync(MEMRA_ALL_LANES, own, turn) : own;
             if (other) task.pos = pos;
             view.pos = task.pos;
-            const bool works = task.pos >= 0 && (COLUMNS == 8 || PIECES == FOLDS || share(b));
+            const bool works = task.pos >= 0 && (COLUMNS == 8 || PIECES == FOLDS || share(b, launch));
             walk = launch.walk(b, task, view);
             if (works && walk.more()) return true;
             if (other && !fits && (int)threadIdx.x == turn && number == 0) {
@@ -127,12 +134,12 @@ struct Tasks {
     }
 
 private:
-    // Where so few tiles have keys that each 8 columns of each can have a block of their own, they have: tile after tile the
-    // first ones, and again the next ones. False for a block that gets none. No bit depends on it.
-    __device__ __forceinline__ bool share(const Block& b) {
+    // Of what several blocks have, this one's: tile after tile has its first 8 columns, and again the next ones. False for a
+    // block that gets none. No bit depends on it.
+    __device__ __forceinline__ bool share(const Block& b, const Launch<PIECES>& launch) {
         const int first_tile = view.first(0) >> b.tile_shift;
         const int tiles = (view.last(view.columns - 1) >> b.tile_shift) - first_tile + 1;
-        if (view.columns <= 8 || tiles * ((view.columns + 7) / 8) > GROUPS) return true;
+        if (launch.eights(b, tiles) == 1) return true;
         int tile = number;
         while (tile >= tiles && view.columns > 0) {
             tile -= tiles;

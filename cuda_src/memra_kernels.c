@@ -27,7 +27,7 @@ enum {
     ATTEND_FOLDS = 12,                 /* and folds of them, which one block may have summed up, */
     ATTEND_FOLD_COLUMNS = 8,           /* where a launch has so many columns at most */
     ATTEND_FOLD_SEQS = 8,              /* and so many sequences at least */
-    ATTEND_TAIL = 4,                   /* f32 behind the values of a partial sum */
+    ATTEND_TAIL = 8,                   /* f32 behind the values of a partial sum */
     ATTEND_THREADS = 128,
     ATTEND_NARROW = 8,                 /* columns of an attend block, */
     ATTEND_WIDE = 32,                  /* and of a wide one */

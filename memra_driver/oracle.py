@@ -18,7 +18,7 @@ from memra_driver.oracle_formats import BF16, BLOCK_BYTES, F64, NAMES, Array, de
 Args = dict[str, Any]
 
 NONFINITE, SCALE_OVERFLOW, FP8_SATURATED, SLOT_RANGE, BAD_ACCEPT = range(5)
-GROUPS, TAIL = 132, 4
+GROUPS, TAIL = 132, 8
 
 
 # The error record.
