@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--deferred"):
         os.environ["FAKE_CUDA_DEFERRED"] = str(config.getoption("--deferred"))  # programs that tests start see it, too
     if config.getoption("--gpu"):
+        _begin_with_another_gpu()
         _keep_context()
         config.pluginmanager.register(gpu_results.GpuResults(config))
 
@@ -105,6 +106,14 @@ def _keep_cubins() -> None:
         return kept(source, arch) if folder is None and folders() == usual else found(source, arch, folder)
 
     nvrtc.compile_cubin = compile_cubin
+
+
+def _begin_with_another_gpu() -> None:
+    """Of MEMRA_TEST_GPUS GPUs each process of xdist has another one as its first."""
+    count, worker = int(os.environ.get("MEMRA_TEST_GPUS", "1")), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if count > 1:
+        turned = ((int(worker.removeprefix("gw")) + i) % count for i in range(count))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, turned))
 
 
 def _keep_context() -> None:

@@ -4,8 +4,9 @@
 
 suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer over
 `check --small`, where every plane is an allocation of its own. tests: the same over the tests that launch most,
-as many processes as cores. through_c: memcheck over these as the C library does them. embed: the four tools over the
-engine in C. runs: the main job on two models. The last lines are a table; the exit status is 1 where anything failed.
+as many processes as cores, in turn on each GPU. through_c: memcheck over these as the C library does them. embed: the
+four tools over the engine in C. runs: the main job on two models. The last lines are a table; the exit status is 1
+where anything failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import standin  # noqa: E402
 
-from memra_driver import nvrtc  # noqa: E402
+from memra_driver import driver, nvrtc  # noqa: E402
 from memra_driver.device import CudaContext  # noqa: E402
 from memra_driver.inventory import machine  # noqa: E402
 
@@ -39,17 +40,17 @@ RUNS = (
     ["run", "gemma4-e4b", "--ctx", "8192"],
     ["run", "qwen3.6-35b-a3b", "--ctx", "32768", "--method", "round", "--graph"],
 )
-# Groups of tests/test_*.py that share processes, and in how many parts under racecheck, which takes longest.
+# Groups of tests/test_*.py that share processes, and in how many parts: under racecheck, which takes longest, and else.
 SANITIZED = {
-    ("attend_pipe", "attend_folds"): 4,
-    ("attend",): 3,
-    ("round", "rollback"): 2,
-    ("snapshots", "graph", "replayed_clock"): 1,
-    ("batch", "ops"): 1,
-    ("kernels_recurrent", "health_matrix"): 1,
-    ("steps", "taps"): 1,
-    ("kernels", "offsets", "special_values"): 1,
-    ("kernels_batch", "recur_step"): 1,
+    ("attend_pipe", "attend_folds"): (4, 1),
+    ("attend",): (3, 2),
+    ("round", "rollback"): (2, 2),
+    ("snapshots", "graph", "replayed_clock"): (2, 2),
+    ("batch", "ops"): (2, 2),
+    ("kernels_recurrent", "health_matrix"): (1, 1),
+    ("steps", "taps"): (1, 1),
+    ("kernels", "offsets", "special_values"): (1, 1),
+    ("kernels_batch", "recur_step"): (1, 1),
 }
 SANITIZED_SECONDS = 480  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
@@ -137,8 +138,12 @@ def sanitizers() -> list[Line]:
 
 def tests() -> list[Line]:
     """Every tool over every group; what tests make fail on purpose is no error."""
-    runs = [("racecheck", group, f"{i + 1}/{parts}") for group, parts in SANITIZED.items() for i in range(parts)]
-    runs += [(tool, group, "1/1") for tool in TOOLS if tool != "racecheck" for group in SANITIZED]
+    runs = [
+        (tool, group, f"{i + 1}/{parts[tool != 'racecheck']}")
+        for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")
+        for group, parts in SANITIZED.items()
+        for i in range(parts[tool != "racecheck"])
+    ]
     return sanitized_groups("sanitized_tests", runs, "--not-through-c")
 
 
@@ -151,7 +156,8 @@ def sanitized_groups(kind: str, runs: list[tuple[str, tuple[str, ...], str]], *o
     """As many at a time as cores."""
     end = time.monotonic() + SANITIZED_SECONDS
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(lambda run: sanitized_group(*run, end, *options), runs))
+        turns = (str(i % driver.device_get_count()) for i in range(len(runs)))
+        done = list(pool.map(lambda run, gpu: sanitized_group(*run, gpu, end, *options), runs, turns))
     tools: dict[str, dict[str, Any]] = {}
     for (tool, group, part), (_, passed, said, _) in zip(runs, done, strict=True):
         tools.setdefault(tool, {})[f"{' '.join(group)}, {part}"] = {"said": said, "passed": passed}
@@ -159,7 +165,7 @@ def sanitized_groups(kind: str, runs: list[tuple[str, tuple[str, ...], str]], *o
     return done
 
 
-def sanitized_group(tool: str, group: tuple[str, ...], part: str, end: float, *options: str) -> Line:
+def sanitized_group(tool: str, group: tuple[str, ...], part: str, gpu: str, end: float, *options: str) -> Line:
     """What a tool says of a part of the tests of a group; they are given up where they are not done at `end`."""
     begin = time.monotonic()
     files = [f"tests/test_{name}.py" for name in group]
@@ -170,6 +176,7 @@ def sanitized_group(tool: str, group: tuple[str, ...], part: str, end: float, *o
     process = subprocess.Popen(
         command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,  # so that what it watches ends with it
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MEMRA_TEST_GPUS": "1"},
     )  # fmt: skip
     try:
         text, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
@@ -227,6 +234,7 @@ def main(asked: list[str]) -> int:
         return 2
     os.environ["MEMRA_CACHE_DIR"] = str(standin.cache_dir() / "nvrtc")  # where the suite keeps kernels too
     nvrtc.compile_all([CudaContext(0).arch])
+    os.environ["MEMRA_TEST_GPUS"] = str(driver.device_get_count())
     lines = [line for name, part in parts.items() if not asked or name in asked for line in part()]
     print("\n" + "\n".join(f"{key}: {value}" for key, value in machine().items()))
     for what, passed, said, seconds in lines:
