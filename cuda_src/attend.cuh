@@ -7,7 +7,7 @@
 #define GROUPS 132
 #define FOLD 11   // groups that are folded into one first, by fold_sum() one after the other
 #define FOLDS 12  // and the number of those
-#define TAIL 8    // f32 behind the values of a partial sum: maximum, weight, and six unused, so that each begins with a sector
+#define TAIL 8    // f32 behind the values of a partial sum: reference, weight, and six unused, for sectors of 32 bytes
 #define THREADS 128
 #define PAD 8    // f16 behind each row in shared memory, so that rows start in different banks
 

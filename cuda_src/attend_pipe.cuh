@@ -110,7 +110,7 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
 // Which keys the columns of a block see: column c is row (first_column + c) / gqa, query head (first_column + c) % gqa.
 // Positions are below 2^31.
 struct View {
-    int pos, window, gqa;       // of row 0
+    int pos, window, gqa;       // pos: of row 0
     unsigned reciprocal;        // 2^31 / gqa, rounded up: exact for the columns that a launch can have; 0 for one row
     int first_column, columns;
     __device__ int row(int column) const {

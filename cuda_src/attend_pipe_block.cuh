@@ -1,11 +1,11 @@
 // attend_pipe_block.cuh: the text of all entries attend_pipe_*: attend for GPUs that copy in bulk (sm_90).
 //
 // A block works on one piece of the keys of a sequence, then on one of the next sequence: a group, or where a launch has many
-// sequences a fold, eleven neighbouring groups one after the other. Where few groups have keys, several blocks work on each,
-// for 8 columns apiece. Four warps bring stages of K and V, rows of all K/V heads as they lie in memory, into two rings, and
-// do not stop where a piece ends; eight warps compute, a team of them for each K/V head. A warp scores 16 keys of a stage (or
-// SLABS times 16) for all columns of its head, hands their weights to its team, and sums up its own dims of V over the keys
-// of the stage before, so that the two kinds of work overlap.
+// sequences a fold, eleven neighbouring groups one after the other. Where few groups of one sequence have keys, several
+// blocks work on each, for 8 columns apiece. Four warps bring stages of K and V, rows of all K/V heads as they lie in memory,
+// into two rings, and do not stop where a piece ends; eight warps compute, a team of them for each K/V head. A warp scores
+// 16 keys of a stage (or SLABS times 16) for all columns of its head, hands their weights to its team, and sums up its own
+// dims of V over the keys of the stage before, so that the two kinds of work overlap.
 //
 // The first stage of a group is scored against no reference: the team agrees on one when the values of the stage before,
 // the last of its group, have been summed up. There those sums go on top of the fold's, which stay in registers until

@@ -115,6 +115,7 @@ struct VQ5 {
             const uint32_t nibbles = j & 1 ? bytes >> 8 : bytes;
             const uint32_t x = code_pair(nibbles, low[pair], false, 4 * w + j, base);   // 1024 + code
             const uint32_t y = code_pair(nibbles, high[pair], true, 4 * w + j, base);   // 1024 + 16 code
+            // 1 x - 1024 and y / 16 - 64, the codes, times d plus m.
             a[2 * pair] = memra_fma_f16(memra_fma_f16(x, 0x3C003C00u, 0xE400E400u), d[pair], m[pair]);
             a[2 * pair + 1] = memra_fma_f16(memra_fma_f16(y, 0x2C002C00u, 0xD400D400u), d[pair], m[pair]);
         }
@@ -152,6 +153,7 @@ struct VQ4 {
             const uint32_t bytes = __byte_perm(word[2 * pair][w], word[2 * pair + 1][w], j < 2 ? 0x5410 : 0x7632);
             const uint32_t nibbles = j & 1 ? bytes >> 8 : bytes;
             const uint32_t x = (nibbles & 0x000F000Fu) | base, y = (nibbles & 0x00F000F0u) | base;
+            // x is 1024 + code, y 1024 + 16 code: x - 1032 and y / 16 - 72, the codes less 8, times d.
             a[2 * pair] = memra_fma_f16(memra_fma_f16(x, 0x3C003C00u, 0xE408E408u), d[pair], 0x80008000u);
             a[2 * pair + 1] = memra_fma_f16(memra_fma_f16(y, 0x2C002C00u, 0xD480D480u), d[pair], 0x80008000u);
         }
@@ -176,7 +178,7 @@ struct VFp8 {
     __device__ void fragment(int w, int j, uint32_t base, uint32_t a[4]) const {
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
-            const uint32_t how = j == 0 ? 0x0040u : j == 1 ? 0x0051u : j == 2 ? 0x0062u : 0x0073u;
+            const uint32_t how = j == 0 ? 0x0040u : j == 1 ? 0x0051u : j == 2 ? 0x0062u : 0x0073u;  // byte j of either key
             a[2 * pair] = memra_e4m3_pair(__byte_perm(word[2 * pair][w].x, word[2 * pair + 1][w].x, how));
             a[2 * pair + 1] = memra_e4m3_pair(__byte_perm(word[2 * pair][w].y, word[2 * pair + 1][w].y, how));
         }

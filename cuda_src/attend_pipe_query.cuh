@@ -6,12 +6,16 @@
 #define BAD_FACTOR 0x7FC00001u  // a NaN that stands for a query that is not finite
 
 // Where element l of a block of 32 lies among a head's fragments, in bytes from lane 0 of the block's first fragment, for
-// one column: the high part; the low one lies 8 bytes further. Of q8_0 a block is one fragment, see score_q8. Of fp8 two
-// blocks are four fragments, and lane column t has 16 neighbours of them, as score_fp8 takes them.
+// one column: the high part; the low one lies 8 bytes further. A lane has 16 bytes of a fragment, lane column t those at 16 t.
+//
+// Of q8_0 a block is one fragment, and an element a byte. Of an odd block the two words of a part are elements 4t .. and
+// 16 + 4t .., of an even one 4t - 2 .. and 14 + 4t .., and t = 0 has 0, 1, 30, 31 for the former, as score_q8 takes them.
+// Of fp8 two blocks are four fragments of 512 bytes, one for each step of score_fp8, and an element two bytes: lane column
+// t has elements 16t .. of the 64, four at each step. So the odd block has t = 2 and 3 of the even one's fragments.
 static __device__ __forceinline__ int place_of(bool fp8, int odd, int l) {
     if (fp8) return l / 8 % 2 * 1024 + l % 8 / 4 * 512 + l / 16 * 16 + l % 4 * 2 + odd * (32 - 1024);
     if (odd) return l % 16 / 4 * 16 + l / 16 * 4 + l % 4;
-    if (l < 2 || l >= 30) return l % 28;
+    if (l < 2 || l >= 30) return l % 28;  // t = 0: bytes 0, 1 and 2, 3
     return (l + 2) % 16 / 4 * 16 + (l + 2) / 16 * 4 + (l + 2) % 4;
 }
 
@@ -45,7 +49,8 @@ struct Queries {
         const bool fp8 = b.k_format == MEMRA_FP8;
         const int stride = fp8 ? 1024 : 512;
         const int place[2] = {place_of(fp8, 0, lane), place_of(fp8, 1, lane)};
-        const float scaled = __fmul_rn(scale, fp8 ? 1.4426950408889634f : 1.4540548f);
+        // log2(e), and of q8_0 what undoes the shrinking of integers to 32512 / 32768 below.
+        const float scaled = __fmul_rn(scale, fp8 ? 1.4426950408889634f : (float)(1.4426950408889634 * 32768 / 32512));
         unsigned largest[COLUMNS];  // magnitude as bits, which a NaN passes
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {

@@ -3,8 +3,8 @@
 
 #include "attend_pipe_kv.cuh"
 
-#define RAISE_AT 15.0f  // a weight stays below 2^15, which f16 holds,
-#define HEADROOM 5.0f   // and the largest so far is at most 2^5, so that f16 keeps what weighs 2^-29 of it
+#define RAISE_AT 15.0f  // a weight is at most 2^15, which f16 holds,
+#define HEADROOM 5.0f   // and 2^5 at most where a reference has been set, so that f16 keeps what weighs 2^-29 of that
 
 // What a warp needs to score its keys of each stage: rows g and g + 8 of a fragment are keys own_key and own_key + 2.
 struct Scorer {

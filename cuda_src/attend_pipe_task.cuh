@@ -74,7 +74,7 @@ struct Launch {
     }
     // Of one sequence in groups, whether half of the blocks or more have no key: attend_combine's blocks find a multiprocessor
     // each, while the others finish. Where all are busy, the first that ends would be given several of them. With more
-    // sequences, or folds, it is a guess.
+    // sequences, chunks of columns, or folds, it is a guess.
     __device__ bool leaves_places(const Block& b, const View& view) const {
         const int tiles = (view.last(view.columns - 1) >> b.tile_shift) - (view.first(0) >> b.tile_shift) + 1;
         return tiles * eights(b, tiles) <= GROUPS / 2;

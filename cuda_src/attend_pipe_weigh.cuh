@@ -47,9 +47,10 @@ static __device__ __forceinline__ Dims dims_of(int first_dim, int g) {
     return {first_dim + V::first_dim(g), V::step, V::apart, V::first_dim(1)};
 }
 
-// A lane's sums of column 8n + 2t + i to where the column's begin, those of dims below `dims`. Of 8 neighbouring dims, two
-// parts of 16 bytes, lanes of rows g and g + 1 exchange one, so that a store of the warp fills whole sectors of memory: then
-// the first part is of the even row's dims and the second of the odd one's, to the left where the lane's row is even.
+// A lane's sums of column 8n + 2t + i to where the column's begin, those of dims below `dims`. Where a lane has 8 neighbouring
+// dims, two parts of 16 bytes, lanes of rows g and g + 1 exchange one, so that a store of the warp fills whole sectors of
+// memory: then the first part is of the even row's dims and the second of the odd one's, to the left where the lane's row is
+// even. Where it has 4, the rows' follow each other.
 template <int WORDS, int NT, bool FIXED>
 static __device__ __forceinline__ void store_sums(const float value[4 * WORDS][NT][4], int n, int i, const Dims& own, bool fp8,
                                                   bool writes, float* to, int dims) {

@@ -197,6 +197,17 @@ def test_times_of_the_host_are_compared_too() -> None:
     assert report.compared(rows_and_rates(), other) == ["append_kv, eager: 50% faster on the host, 20 us -> 10 us"]
 
 
+def test_ceilings_counts_and_what_is_no_longer_measured_are_compared_too() -> None:
+    other = copy.deepcopy(rows_and_rates())
+    other["ceilings"]["copy"] /= 2
+    other["rows"][0]["seconds"] = None
+    other["rows"][3]["count"] = 9
+    lines = report.compared(rows_and_rates(), other)
+    assert "ceiling of copy: 4.00 TB/s -> 2.00 TB/s" in lines
+    assert f"{other['rows'][0]['name']}: measured in the first alone" in lines
+    assert f"{other['rows'][3]['name']}: None -> 9 calls" in lines
+
+
 # What is shown.
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 from memra_driver.bench.measure import Bench, watched
 from memra_driver.bench.raw import raw_birth, raw_copy
-from memra_driver.bench.rows import PAIR, Attention, Pair, Row, Sizes, append_name, recurrent_name, step_name
+from memra_driver.bench.rows import (
+    PAIR,
+    Attention,
+    Pair,
+    Row,
+    Sizes,
+    append_name,
+    recurrent_name,
+    states_name,
+    step_name,
+)
 from memra_driver.bench.work import ATTENTION, FUSED, RECURRENT, Workload, attention_model, recurrent_model
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig
@@ -178,16 +188,20 @@ def scans(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 def recurs(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """What stands around the scan, apart and, where there is such a kernel, as one."""
-    for batch in sizes.batches:
-        yield from _recurrent(bench, sizes, "recur", ("conv_update", "gdn_prep"), sizes.value_heads[0], batch)
-        if FUSED:
-            yield from _recurrent(bench, sizes, "recur", ("recur_step",), sizes.value_heads[0], batch)
+    for heads in sizes.value_heads:
+        for batch in sizes.batches:
+            yield from _recurrent(bench, sizes, "recur", ("conv_update", "gdn_prep"), heads, batch)
+            if FUSED:
+                yield from _recurrent(bench, sizes, "recur", ("recur_step",), heads, batch)
 
 
 def _recurrent(bench: Bench, sizes: Sizes, group: str, names: tuple[str, ...], heads: int, batch: int) -> Iterator[Row]:
     n_bytes = 2 * 4 * batch * heads * sizes.state_size**2
     layers = min(bench.sets(n_bytes), sizes.most_layers)
     model = recurrent_model(layers, heads, sizes.key_heads, sizes.state_size)
+    if group == "scan":
+        copy = bench.copy_seconds(n_bytes)
+        yield Row("scan", states_name(heads, batch), who="driver", bytes=n_bytes, seconds=copy, copy_seconds=copy)
     rows = sizes.scan_rows if batch == 1 and group == "scan" else 1
     with Workload(bench, model, tokens=64, batch=batch, rows=rows) as work:
         for op in names:

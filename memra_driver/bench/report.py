@@ -15,6 +15,10 @@ from memra_driver.bench.rows import Row
 from memra_driver.errors import ConfigError
 
 MOVED = 0.10  # what two runs may differ by without a word
+NEEDED = {  # of a result: what its tables and a comparison speak of
+    "device", "driver", "nvrtc", "commit", "kernel_sources", "sizes", "ceilings", "empty_node_seconds", "peers",
+    "faults", "targets",
+}  # fmt: skip
 Table = tuple[list[str], list[list[str]]]  # head, rows; the first column is text
 UNITS = (("us", 1e6, 1e3), ("ms", 1e3, 1e3), ("s", 1, float("inf")))
 
@@ -24,8 +28,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         rows_of(found)
-        if not {"device", "targets", "ceilings"} <= found.keys():
-            _no_result(path, "it lacks fields")
+        if lacking := NEEDED - found.keys():
+            _no_result(path, f"it lacks {', '.join(sorted(lacking))}")
         return found
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
@@ -57,7 +61,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
 def heading(result: dict[str, Any]) -> list[str]:
     """Where and how it was measured, a line each."""
     read_rate, copy_rate = (result["ceilings"].get(name) for name in ("read", "copy"))
-    rates = f"copy {copy_rate / 1e12:.2f} TB/s" + (f", read {read_rate / 1e12:.2f} TB/s" if read_rate else "")
+    rates = f"copy {_rate_text(copy_rate)}, read {_rate_text(read_rate)}"
     lines = [
         f"{result['device']}, driver {result['driver']}, NVRTC {result['nvrtc']},"
         f" commit {(result['commit'] or 'unknown')[:12]}, kernel sources {result['kernel_sources'][:12]}",
@@ -109,6 +113,10 @@ def summary(targets: Sequence[dict[str, Any]]) -> str:
     return text + (f", {counts['not measured']} not measured" if counts.get("not measured") else "")
 
 
+def _rate_text(rate: float | None) -> str:
+    return f"{rate / 1e12:.2f} TB/s" if rate else "not measured"
+
+
 def seconds_text(seconds: float | None) -> str:
     """Seconds in the unit that reads best."""
     if seconds is None:
@@ -143,6 +151,7 @@ CHAPTERS = {  # group -> what its table says, and the part of a row's name that 
     "snapshot": ("Snapshots and rounds:", None),
     "step": ("One decode step of all cache work of a model, as one graph, and its operations:", None),
     "host": ("The host, for one call of one row:", r", (.+)$"),
+    "load": ("Before and at the first calls, on the host:", None),
 }
 
 
@@ -184,9 +193,13 @@ def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
 def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What differs by more than MOVED between two results, in words; every line speaks of the second."""
     lines = []
-    for field in ("device", "driver", "nvrtc", "sizes"):
+    for field in ("device", "driver", "nvrtc", "sizes", "peers"):
         if before[field] != after[field]:
             lines.append(f"not the same {field}: {before[field]}, then {after[field]}")
+    for name, rate in after["ceilings"].items():
+        first = before["ceilings"].get(name)
+        if rate != first and (not rate or not first or abs(rate - first) > MOVED * first):
+            lines.append(f"ceiling of {name}: {_rate_text(first)} -> {_rate_text(rate)}")
     old, new = ({row.name: row for row in rows_of(each)} for each in (before, after))
     for name, row in new.items():
         if name not in old:
@@ -194,10 +207,14 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             continue
         for field, where in (("seconds", ""), ("host_seconds", " on the host")):
             a, b = getattr(old[name], field), getattr(row, field)
-            if a and b and abs(b - a) > MOVED * a:
+            if (a is None) != (b is None):
+                lines.append(f"{name}: measured{where} in the {'first' if b is None else 'second'} alone")
+            elif a and b and abs(b - a) > MOVED * a:
                 word = "faster" if b < a else "slower"
                 times = f"{seconds_text(a)} -> {seconds_text(b)}"
                 lines.append(f"{name}: {abs(b / a - 1):.0%} {word}{where}, {times}")
+        if old[name].count != row.count:
+            lines.append(f"{name}: {old[name].count} -> {row.count} calls")
     lines += [f"{name}: only in the first" for name in old if name not in new]
     was = {each["line"]: each["verdict"] for each in before["targets"]}
     for each in after["targets"]:

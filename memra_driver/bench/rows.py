@@ -112,5 +112,10 @@ def recurrent_name(op: str, heads: int, batch: int, rows: int = 1) -> str:
     return f"{op} {heads} heads B={batch} T={rows}"
 
 
+def states_name(heads: int, batch: int) -> str:
+    """A copy of the states of a scan, read and written once."""
+    return f"copy of the states, {heads} heads B={batch}"
+
+
 def step_name(batch: int, op: str = "all") -> str:
     return f"decode step B={batch}: {op}"
