@@ -37,6 +37,7 @@ from memra_driver.kernels import (
     ATTEND_GROUPS,
     KERNELS,
     PIPE_COLUMNS,
+    PIPE_FIXED,
     AttendGeometry,
     attend_kernel,
 )
@@ -78,6 +79,22 @@ def test_inputs_made_to_break_it_stay_close_and_rows_stand_alone(
     dev: Any, rng: np.random.Generator, tamper: Tamper, formats: Pair
 ) -> None:
     args = attend_args(rng, 2, 200, heads=(3, 1), dims=(256, 256), formats=formats, tamper=tamper)
+    assert_close(attend(dev, args).out, args)
+    assert_rows_stand_alone(dev, args)
+
+
+@pytest.mark.parametrize(
+    ("formats", "heads_kv", "dim", "columns"), [(pair, *fixed) for pair in PAIRS for fixed in PIPE_FIXED[pair[0]]]
+)
+def test_rows_stand_alone_in_every_entry_made_for_one_geometry(
+    dev: Any, rng: np.random.Generator, formats: Pair, heads_kv: int, dim: int, columns: int
+) -> None:
+    rows = 2 if columns < 24 else 4
+    heads = (heads_kv * columns // rows, heads_kv)
+    args = attend_args(rng, rows, 63, heads=heads, dims=(dim, dim), formats=formats, tamper=climbing, room=1)
+    if dev.arch == PIPE_ARCH:
+        k, v = formats
+        assert entry_of(dev, args) == f"attend_pipe_{k}_{v}_{heads_kv}x{dim}_{columns}"
     assert_close(attend(dev, args).out, args)
     assert_rows_stand_alone(dev, args)
 

@@ -12,6 +12,7 @@ from attend_runs import (
     HEAD_DIMS,
     TAMPERS,
     TOLERANCE,
+    Heads,
     Tamper,
     assert_same_bits,
     attend,
@@ -72,3 +73,14 @@ def test_tensor_cores_agree_with_the_portable_text_where_groups_take_another_til
 ) -> None:
     args = attend_args(rng, 3, GROUP_ROUND + 700, heads=(3, 1), formats=formats, tamper=tamper)
     assert_agree(cuda, portable, args, tamper.__name__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "dim"), [((16, 2), 256), ((24, 4), 256), ((32, 8), 128)])
+@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_entries_made_for_one_geometry_agree_with_the_portable_text(
+    cuda: Any, portable: Any, rng: np.random.Generator, formats: Pair, heads: Heads, dim: int, rows: int
+) -> None:
+    args = attend_args(rng, rows, 130, heads=heads, dims=(dim, dim), formats=formats, tamper=growing)
+    assert_agree(cuda, portable, args, f"{rows} rows")

@@ -51,6 +51,10 @@ SANITIZED = {
     ("steps", "taps"): (1, 1),
     ("kernels", "offsets", "special_values"): (1, 1),
     ("kernels_batch", "recur_step"): (1, 1),
+    ("attend_laws", "attend_layers"): (4, 2),
+    ("prepared", "ops_results", "snapshots_again", "kernel_order"): (2, 1),
+    ("round_rules", "graph_rules", "late_reads", "programs", "mixed", "many_layers"): (2, 1),
+    ("cache", "cache_sequence", "health", "ends", "stages", "pipeline", "boundary"): (2, 1),
 }
 SANITIZED_SECONDS = 480  # for all of them
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
