@@ -14,7 +14,7 @@ import tally
 from memra_driver import kit
 
 PORT = Path(__file__).parent / "port"
-PARTS = ("formats.h", "ops.h", "plan.h", "cache.h")  # the port itself; the others read the kit and compare
+PARTS = ("formats.h", "ops.h", "plan.h", "cache.h")  # the port itself; the others read the kit, hash and compare
 CC = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 pytestmark = pytest.mark.skipif(CC is None, reason="there is no C compiler")
 

@@ -80,7 +80,7 @@ def fence_of(cuts: str, cfg: ModelConfig, stages: int) -> tuple[int, ...] | None
         return asked if asked is not None and len(asked) == stages + 1 else None
     numbers = [part.strip() for part in cuts.split(",")]
     if len(numbers) != stages - 1 or not all(number.isdecimal() for number in numbers):
-        raise ConfigError(f"--fence {cuts}: {stages} stages take auto or {stages - 1} layer numbers")
+        raise ConfigError(f"--fence {cuts}: {stages} stages take auto or {stages - 1} layer number{'s' * (stages > 2)}")
     return (0, *map(int, numbers), cfg.n_layer)
 
 

@@ -1,12 +1,12 @@
 """Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
 
-    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs]      (else all)
+    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs] [soak]      (else all)
 
 suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer over
 `check --small`, where every plane is an allocation of its own. tests: the same over the tests that launch most,
 as many processes as cores, in turn on each GPU. through_c: memcheck over these as the C library does them. embed: the
-four tools over the engine in C. runs: the main job on two models. The last lines are a table; the exit status is 1
-where anything failed.
+four tools over the engine in C. runs: the main job on two models. soak: random programs, in several processes on each
+GPU. The last lines are a table; the exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ SANITIZED = {
     ("cache", "cache_sequence", "health", "ends", "stages", "pipeline", "boundary"): (2, 1),
 }
 SANITIZED_SECONDS = 480  # for all of them
+SOAK_MINUTES, SOAKS = 5, 4  # how long, and in how many processes on each GPU
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
 
@@ -227,10 +228,30 @@ def runs() -> list[Line]:
     return lines
 
 
+def soak() -> list[Line]:
+    """`check --soak`, each process with a seed of its own."""
+    begin = time.monotonic()
+    command = [*CLI, "check", "--soak", str(SOAK_MINUTES), "--device", DEVICE, "--json"]
+    gpus = [str(gpu) for gpu in range(driver.device_get_count())] * SOAKS
+    processes = [
+        subprocess.Popen(
+            command, cwd=TESTS.parent, stdout=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        )
+        for gpu in gpus
+    ]
+    found = [summary_of(process.communicate()[0]) for process in processes]
+    passed = all(each for each in found) and not any(process.returncode for process in processes)
+    sums = {name: sum(each.get(name, 0) for each in found) for name in ("programs", "steps", "caches", "refused")}
+    sums["minutes"] = round(sum(each.get("seconds", 0) for each in found) / 60)
+    sums["faults_found"] = sum(each.get("faults_found", 1) for each in found)
+    keep("soak", {"command": "memra-driver check --soak MINUTES --json", "sums": sums, "runs": found})
+    return [("soak", passed, ", ".join(f"{n} {name}" for name, n in sums.items()), time.monotonic() - begin)]
+
+
 def main(asked: list[str]) -> int:
     parts = {
         "suite": suite, "check": check, "sanitizers": sanitizers, "tests": tests, "through_c": through_c,
-        "embed": embed, "runs": runs,
+        "embed": embed, "runs": runs, "soak": soak,
     }  # fmt: skip
     unknown = set(asked) - set(parts)
     if unknown:
