@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import MakeDev, c_library_missing
 from standin import StandIn
 
 from memra_driver import bench, nvrtc, ops
+from memra_driver.bench import cases as bench_cases
 from memra_driver.bench import host as bench_host
 from memra_driver.bench import peers as bench_peers
 from memra_driver.bench.measure import ROTATION, UNMEASURED, Bench, watched
@@ -138,6 +140,23 @@ def test_attention_rotates_over_four_times_the_l2(result: dict[str, Any], measur
     assert row.bytes is not None
     assert kv_bytes <= row.bytes
     assert measuring.sets(kv_bytes) == max(4, -(-ROTATION * L2_BYTES // kv_bytes))
+
+
+def test_states_rotate_over_four_times_the_l2(measuring: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of memory: a scan in place moves each of them twice."""
+    measuring.rotation = ROTATION * 16 * L2_BYTES
+    found: list[int] = []
+
+    class Weighed(Workload):
+        def run(self, *args: Any, **options: Any) -> None:
+            layers = [layer for cache in self.caches for layer in filter(None, cache.recur)]
+            found.append(sum(layer.ssm_state.nbytes for layer in layers))
+            super().run(*args, **options)
+
+    monkeypatch.setattr(bench_cases, "Workload", Weighed)
+    sizes = replace(TINY, most_layers=1024)
+    assert [*bench_cases.scans(measuring, sizes), *bench_cases.recurs(measuring, sizes)]
+    assert min(found) >= measuring.rotation
 
 
 @pytest.mark.parametrize("op", STEP_OPS)

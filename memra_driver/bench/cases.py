@@ -197,7 +197,7 @@ def recurs(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 def _recurrent(bench: Bench, sizes: Sizes, group: str, names: tuple[str, ...], heads: int, batch: int) -> Iterator[Row]:
     n_bytes = 2 * 4 * batch * heads * sizes.state_size**2
-    layers = min(bench.sets(n_bytes), sizes.most_layers)
+    layers = min(bench.sets(n_bytes // 2), sizes.most_layers)  # in place: each byte of memory is moved twice
     model = recurrent_model(layers, heads, sizes.key_heads, sizes.state_size)
     if group == "scan":
         copy = bench.copy_seconds(n_bytes)
