@@ -291,3 +291,24 @@ def test_a_quick_run_is_part_of_a_full_one() -> None:
     for name in ("contexts", "other_contexts", "batches", "value_heads"):
         assert set(getattr(QUICK, name)) < set(getattr(FULL, name)) or getattr(QUICK, name) == getattr(FULL, name)
     assert replace(QUICK, name="full", replays=FULL.replays).attention == FULL.attention
+
+
+# What is asked of the H200, line by line.
+
+
+def held(row: str, field: str = "seconds") -> list[tuple[str | None, float]]:
+    """(row that it stands beside, limit) of each target of this figure."""
+    return [(target.beside and target.beside[0], target.limit) for target in TARGETS if target.figure == (row, field)]
+
+
+@pytest.mark.parametrize("name", ["snapshot_into", "rollback"])
+@pytest.mark.parametrize("parity", ["even", "odd"])
+def test_the_host_of_a_snapshot_is_held_to_a_raw_copy_call_at_either_parity(name: str, parity: str) -> None:
+    assert held(f"{name}, {parity}", "host_seconds") == [(f"raw copy call, {parity}", 1.5)]
+
+
+@pytest.mark.parametrize("tokens", FULL.contexts)
+def test_other_formats_are_held_to_the_first_at_every_length(tokens: int) -> None:
+    (shape,) = (shape for shape in FULL.attention if shape.others)
+    for pair in (("fp8", "fp8"), ("q8_0", "q4_0"), ("q8_0", "fp8")):
+        assert held(shape.name(1, tokens, pair)) == [(shape.name(1, tokens), 1.10)]

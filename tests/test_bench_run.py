@@ -71,7 +71,13 @@ def test_a_run_measures_every_case_of_its_sizes(result: dict[str, Any]) -> None:
         assert rows[name].seconds, name
         assert rows[name].bytes, name
         assert rows[name].share, name
-    for name in (f"Cache.new at {TINY.new_tokens}", "raw copy call", "kernels warm", "import numpy", "advance, eager"):
+    for name in (
+        f"Cache.new at {TINY.new_tokens}",
+        "raw copy call, odd",
+        "kernels warm",
+        "import numpy",
+        "advance, eager",
+    ):
         assert rows[name].host_seconds, name
     assert len(rows) == len(result["rows"])  # no name stands for two
 

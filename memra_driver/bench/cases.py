@@ -67,8 +67,8 @@ def snapshots(bench: Bench, sizes: Sizes) -> Iterator[Row]:
                     "snapshot", f"{name}, {parity}", bytes=n_bytes, seconds=bench.eager_seconds(run, run, CALLS),
                     copy_seconds=bench.copy_seconds(n_bytes), host_seconds=seconds,
                 )  # fmt: skip
-            if parity == "even":
-                yield Row("snapshot", "raw copy call", who="cuda-python", bytes=n_bytes, host_seconds=host[2])
+            name = f"raw copy call, {parity}"
+            yield Row("snapshot", name, who="cuda-python", bytes=n_bytes, host_seconds=host[2])
     finally:
         for each in [*snaps, *caches]:
             each.close()

@@ -78,9 +78,9 @@ def _copies() -> list[Target]:
             row = f"{name}, {parity}"
             line = f"{row} parity: beside a copy of the same bytes"
             found.append(Target("snapshot", line, (row, "seconds"), (row, "copy_seconds"), limit))
-        raw: Figure = ("raw copy call", "host_seconds")
-        line = f"{name}: the host beside one raw copy call"
-        found.append(Target("snapshot", line, (f"{name}, even", "host_seconds"), raw, 1.5))
+            raw: Figure = (f"raw copy call, {parity}", "host_seconds")
+            line = f"{row} parity: the host beside one raw copy call"
+            found.append(Target("snapshot", line, (row, "host_seconds"), raw, 1.5))
     begins = Target("snapshot", "a round begins without device work", ("round begins", "count"), None, 0, unit="calls")
     over = ("scan over all layers", "seconds")
     line = "partial commit: beside one scan of that width over all layers"
