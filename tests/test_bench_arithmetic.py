@@ -312,3 +312,7 @@ def test_other_formats_are_held_to_the_first_at_every_length(tokens: int) -> Non
     (shape,) = (shape for shape in FULL.attention if shape.others)
     for pair in (("fp8", "fp8"), ("q8_0", "q4_0"), ("q8_0", "fp8")):
         assert held(shape.name(1, tokens, pair)) == [(shape.name(1, tokens), 1.10)]
+
+
+def test_a_birth_is_held_to_its_limit_as_it_is_by_default() -> None:
+    assert [target.figure[0] for target in TARGETS if "Cache.new" in target.line] == ["Cache.new at 8192"]

@@ -86,11 +86,8 @@ def _copies() -> list[Target]:
     line = "partial commit: beside one scan of that width over all layers"
     commit = Target("snapshot", line, ("partial commit", "seconds"), over, 1.3)
     name = f"Cache.new at {FULL.new_tokens}"
-    births = [
-        Target("snapshot", f"{name} tokens{how}: the host", (f"{name}{how}", "host_seconds"), None, 300, unit="us")
-        for how in ("", ", memory kept")
-    ]
-    return [*found, begins, commit, *births]
+    birth = Target("snapshot", f"{name} tokens: the host", (name, "host_seconds"), None, 300, unit="us")
+    return [*found, begins, commit, birth]
 
 
 def _appends() -> list[Target]:
