@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memra_driver import capi, native, nvrtc, ops
 from memra_driver.bench.measure import Bench
-from memra_driver.bench.raw import Packed, from_c, packed_launches
+from memra_driver.bench.raw import FROM_C, Packed, from_c, packed_launches
 from memra_driver.bench.rows import Row, Sizes
 from memra_driver.bench.work import ATTENTION, FUSED, HOST_LAYERS, Workload
 from memra_driver.errors import MemraError
@@ -44,8 +44,8 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
                 work.ops = capi.ops
                 yield Row("host", f"{op}, C library from Python", host_seconds=work.host_seconds(op))
                 work.ops = ops
-            if op == "append_kv":
-                yield from from_c(bench, work, launches[0][0])
+            if op in FROM_C:
+                yield from from_c(bench, work, op, launches[0][0])
         yield Row("host", "advance, eager", host_seconds=_advance(bench, work))
 
 

@@ -172,9 +172,11 @@ def _hosts() -> list[Target]:
         raw: Figure = (f"{op}, raw launches", "host_seconds")
         line = f"{op}, eager from Python: beside the same launches, packed and raw"
         found.append(Target("host", line, eager, raw, 1.4))
-    mine: Figure = ("append_kv, from C", "host_seconds")
-    line = "append_kv through the C library, from C: beside its launch from C"
-    return [*found, Target("host", line, mine, ("append_kv, raw launch from C", "host_seconds"), 1.2)]
+    for op in ("append_kv", "conv_update", "gdn_scan"):
+        mine: Figure = (f"{op}, from C", "host_seconds")
+        line = f"{op} through the C library, from C: beside its launch from C"
+        found.append(Target("host", line, mine, (f"{op}, raw launch from C", "host_seconds"), 1.2))
+    return found
 
 
 def _steps() -> Target:
