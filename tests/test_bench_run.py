@@ -74,6 +74,7 @@ def test_a_run_measures_every_case_of_its_sizes(result: dict[str, Any]) -> None:
     for name in (
         f"Cache.new at {TINY.new_tokens}",
         "raw copy call, odd",
+        "append_kv, eager on new slices",
         "kernels warm",
         "import numpy",
         "advance, eager",

@@ -39,6 +39,8 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             launches = packed_launches(work, op)
             mine, raw = work.host_beside(op, _in_a_row(launches))
             yield Row("host", f"{op}, eager", host_seconds=mine)
+            if op == "append_kv":
+                yield Row("host", f"{op}, eager on new slices", host_seconds=_on_new_slices(bench, work))
             yield Row("host", f"{op}, raw launches", who="cuda-python", host_seconds=raw)
             if native.library() is not None and hasattr(capi.ops, op):
                 work.ops = capi.ops
@@ -47,6 +49,15 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             if op in FROM_C:
                 yield from from_c(bench, work, op, launches[0][0])
         yield Row("host", "advance, eager", host_seconds=_advance(bench, work))
+
+
+def _on_new_slices(bench: Bench, work: Workload) -> float:
+    """An append over slices that it has not seen, which is asked everything once more."""
+    layer = work.caches[0].kv_layer(work.attention[0])
+    dims = layer.kv_dim_k, layer.kv_dim_v
+    return work.host_seconds(
+        "append_kv", call=lambda il: ops.append_kv(work.e, work.target, il, *map(bench.random, dims))
+    )
 
 
 def _advance(bench: Bench, work: Workload) -> float:
