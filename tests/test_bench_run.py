@@ -272,3 +272,13 @@ def test_a_cold_compile_is_timed_once_and_leaves_the_environment(
     assert bench_host.compile_kernels("sm_90", anew=False) is not None  # another folder, and nothing in it
     assert bench_host.compile_kernels("sm_90", anew=True) is not None
     assert "MEMRA_CACHE_DIR" not in os.environ
+
+
+# Imports.
+
+
+def test_an_import_is_timed_as_it_is_where_python_keeps_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    module = "sys.modules['memra_driver.errors'].__file__"
+    is_kept = f"import sys, importlib.util as u, os.path; assert os.path.isfile(u.cache_from_source({module}))"
+    assert bench_host.import_seconds({"errors": ("import memra_driver.errors", is_kept)}, starts=2)["errors"] > 0

@@ -93,15 +93,20 @@ def loads(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 
 def import_seconds(imports: dict[str, tuple[str, str]], starts: int) -> dict[str, float]:
-    """Seconds of each second statement behind the first, in a process of its own, one of each in turn: the median."""
+    """Seconds of each second statement behind the first, in a process of its own, one of each in turn: the median.
+
+    What Python makes of sources is kept from the first start on, whatever the caller's environment says of that.
+    """
     found: dict[str, list[float]] = {name: [] for name in imports}
-    for _ in range(starts):
-        for name, (before, statement) in imports.items():
-            code = f"import time; {before}; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
-            path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-            found[name].append(float(done.stdout))
+    path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONPYCACHEPREFIX": folder}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        for _ in range(starts):
+            for name, (before, statement) in imports.items():
+                code = f"import time; {before}; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+                done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+                found[name].append(float(done.stdout))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
