@@ -35,7 +35,7 @@ from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, MAX_INT, SCAN_STATE_SIZES
-from memra_driver.prepared import NOT_KNOWN, OpKey, prepare
+from memra_driver.kept import NOT_KNOWN, OpKey, on_new_slices, prepare
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -57,6 +57,9 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (k_rows, v_rows)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _kv(e, cache, il)
     k = _rows(e, cache, k_rows, "k_rows", (layer.kv_dim_k,))
     rows = _count(cache, k, layer.kv_dim_k)
@@ -76,7 +79,7 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
         for member in cache.members:
             own = member.kv_layer(il)
             own.len = max(own.len, member.pos + rows)
-    prepare(e, cache, il, key, (k_rows, v_rows), il, StepOp.APPEND, rows, [("append_kv", args)])
+    prepare(e, cache, il, key, given, il, StepOp.APPEND, rows, [("append_kv", args)])
 
 
 def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
@@ -117,6 +120,9 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (x, w, out)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _recur(e, cache, il)
     inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
     rows = _count(cache, inputs, layer.conv_dim)
@@ -132,7 +138,7 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
             at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
         e.launch("conv_update", *args)
-    prepare(e, cache, il, key, (x, w, out), il, StepOp.CONV, rows, [("conv_update", args)])
+    prepare(e, cache, il, key, given, il, StepOp.CONV, rows, [("conv_update", args)])
 
 
 def gdn_prep(
@@ -155,6 +161,9 @@ def gdn_prep(
     except NOT_KNOWN:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
+        return
+    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
+    if on_new_slices(e, cache, key, given):
         return
     layer = _recur(e, cache, il)
     cache.check_readable("gdn_prep")
@@ -181,7 +190,6 @@ def gdn_prep(
         at.health, il,
     )  # fmt: skip
     e.launch("gdn_prep", *args)
-    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
     prepare(e, cache, il, key, given, il, None, rows, [("gdn_prep", args)], (eps,))
 
 
@@ -200,6 +208,9 @@ def gdn_scan(
     except NOT_KNOWN:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
+        return
+    given = (q, k, v, g_log, beta, out)
+    if on_new_slices(e, cache, key, given):
         return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "gdn_scan")
@@ -223,7 +234,7 @@ def gdn_scan(
         )  # fmt: skip
         e.launch("gdn_scan", *args)
         _swap(cache, layer)
-    prepare(e, cache, il, key, (q, k, v, g_log, beta, out), il, StepOp.SCAN, rows, [("gdn_scan", args)], (scale,))
+    prepare(e, cache, il, key, given, il, StepOp.SCAN, rows, [("gdn_scan", args)], (scale,))
 
 
 def recur_step(
@@ -244,6 +255,9 @@ def recur_step(
     except NOT_KNOWN:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
+        return
+    given = (x, w, alpha, beta_raw, dt_bias, a, out)
+    if on_new_slices(e, cache, key, given):
         return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "recur_step")
@@ -270,7 +284,7 @@ def recur_step(
         )  # fmt: skip
         e.launch(f"recur_step_{size}", *args)
         _swap(cache, layer)
-    given, launches = (x, w, alpha, beta_raw, dt_bias, a, out), [(f"recur_step_{size}", args)]
+    launches = [(f"recur_step_{size}", args)]
     prepare(e, cache, il, key, given, il, StepOp.CONV | StepOp.SCAN, rows, launches, (eps, scale))
 
 
@@ -292,6 +306,9 @@ def attend(
     except NOT_KNOWN:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
+        return
+    given = (q, out)
+    if on_new_slices(e, cache, key, given):
         return
     _check_kernels(e)
     source = cache.cfg.kv_source(il)
@@ -338,7 +355,7 @@ def attend(
     launches = [(attend_kernel(e.arch, geometry, rows * gqa, pieces), sums), ("attend_combine", combined)]
     for name, args in launches:
         e.launch(name, *args)
-    prepare(e, cache, il, key, (q, out), source, None, rows, launches, (scale, window))
+    prepare(e, cache, il, key, given, source, None, rows, launches, (scale, window))
 
 
 F32_END = 2.0**128 - 2.0**103  # from here on a double rounds to infinity
