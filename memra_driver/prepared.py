@@ -117,6 +117,8 @@ _SSM, _ALT, _PLANES_END = (
 _STATES = slice(_SSM, _PLANES_END)
 _OPS_AND_SWAPS = slice(RecurLayerC.step_ops.offset, RecurLayerC.step_ops.offset + 8)  # of which swaps is the upper half
 _ONE_SWAP = 1 << 32
+_LOGITS, _SNAPSHOTS = CacheC.logits_at.offset // 8, CacheC.snapshots.offset // 8
+_STEP = 1  # of what stand_of gives
 
 
 def _span(layer_c: Any, first: Any, end: Any) -> tuple[memoryview, memoryview]:
@@ -291,7 +293,7 @@ def _advancing(e: Any, watch: _Watch, cache: Cache) -> Callable[[Any, Any, int],
         run_actions(calls, owner.taint)
         for ran in step_ops:
             ran.fill(0)
-        stand[1], clock[POS_WORD] = 0, end
+        stand[_STEP], clock[POS_WORD] = 0, end
         return True
 
     return again
@@ -345,11 +347,15 @@ def _of_batch(e: Any, watch: _Watch, caches: Sequence[Cache], il: int, op: int, 
             calls[0]()
             for i, member in enumerate(members):
                 if appends:
-                    member.layer[LEN_WORD] = max(member.layer[LEN_WORD], member.clock[POS_WORD] + rows)
+                    end = member.clock[POS_WORD] + rows
+                    if member.layer[LEN_WORD] < end:
+                        member.layer[LEN_WORD] = end
                 if opens:
-                    batch.members[i].note_step(member.layer_c, op, rows)
-                else:  # the step is open: there is nothing else to note
-                    member.layer32[ops_at] |= op
+                    if member.clock[_LOGITS] > member.clock[POS_WORD] or member.clock[_SNAPSHOTS]:  # may be given up
+                        batch.members[i].note_step(member.layer_c, op, rows)
+                        continue
+                    member.stand[_STEP] = rows
+                member.layer32[ops_at] |= op
         except MemraError:
             raise
         except BaseException:
