@@ -13,6 +13,7 @@ import operator
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,8 @@ _PLAIN = frozenset({float, int, type(None)})  # of other types equal values may 
 _MOST = 1024  # of each kind that a cache keeps; an engine whose arrays are always new ones would collect without end
 _F32 = np.dtype(np.float32)
 _len_of = operator.attrgetter("len")
-OpKey = tuple[Any, ...] | None  # its name, il, each value with its type, the token of each operand; None: no such
+What = tuple[Any, ...]  # an operation: its name, il, each value with its type
+OpKey = tuple[Any, ...] | None  # and the token of each operand; None: there are no such
 NOT_KNOWN = (AttributeError, TypeError)  # of an operand that is no slice of ours, a value that has no hash
 
 Launches = Sequence[tuple[str, tuple[Any, ...]]]  # kernel and arguments
@@ -57,53 +59,75 @@ class Kept(dict[Any, Any]):
 
 
 def prepare(
-    e: Any, cache: Cache | CacheBatch, il: Any, key: OpKey, operands: tuple[Any, ...], source: int,
-    op: StepOp | None, rows: int, launches: Launches, values: tuple[Any, ...] = (),
+    e: Any, cache: Cache | CacheBatch, what: What, key: OpKey, given: tuple[Any, ...], operands: tuple[Operand, ...],
+    source: int, op: StepOp | None, rows: int, launches: Launches,
 ) -> None:  # fmt: skip
-    """Keeps an operation that was enqueued just now.
+    """Keeps an operation that was enqueued just now over the operands that the arrays given are.
 
     source: the layer whose structs it reads. op: what it is of a step; None where it changes nothing. Kept are
-    operations outside a capture, on a device that prepares launches, over slices of our own.
+    operations outside a capture, on a device that prepares launches; over slices of our own, or as a form.
     """
-    if key is None or open_captures or not getattr(e, "prepares", False):
+    if open_captures or not getattr(e, "prepares", False):
         return
-    if type(il) is not int or not all(map(_is_plain, values)) or any(type(each) not in _OURS for each in operands):
+    if type(what[1]) is not int or not all(map(_is_plain, what[2::2])):
         return
     if any(member.state is not CacheState.READY for member in cache.members):
         return
     made, forms = [e.prepare(name, args) for name, args in launches], cache.prepared.forms
-    form = _form_key(key, operands)
-    if form in forms and key not in cache.prepared:
-        forms[form] = Form(e, cache, source, op, rows, launches, made)
-        return
-    if form not in forms:
-        _make_room(forms)
-        forms[form] = None
-    _keep(cache, key, operands, Prepared(e, cache, source, op, rows, made))
-
-
-def on_new_slices(e: Any, cache: Cache | CacheBatch, key: OpKey, operands: tuple[Any, ...]) -> bool:
-    """Enqueues and notes an operation over other slices than before; False, and nothing done, where that may be wrong."""
-    if key is None or type(key[1]) is not int:
-        return False
-    kept = cache.prepared
-    try:
-        form = kept.forms.get(_form_key(key, operands))
-    except NOT_KNOWN:
-        return False
-    if form is None or not form.again(e, cache, operands):
-        return False
-    if key in kept.came:
-        kept.came.discard(key)
-        _keep(cache, key, operands, form.of_these(e, cache))
+    form = (*what, *map(_len_of, operands))
+    is_ours = key is not None and all(type(each) in _OURS for each in given)
+    if is_ours and (form not in forms or key in cache.prepared):
+        forms.setdefault(form, None)
+        _keep(cache, key, given, Prepared(e, cache, source, op, rows, made))
     else:
-        _make_room(kept.came)
-        kept.came.add(key)
+        _make_room(forms)
+        forms[form] = Form(e, cache, source, op, rows, launches, made)
+
+
+def on_new_slices(e: Any, cache: Cache | CacheBatch, key: OpKey, given: tuple[Any, ...]) -> bool:
+    """Enqueues and notes an operation over other slices than before; False, and nothing done, where that may be wrong.
+
+    Nothing was asked of the slices yet.
+    """
+    form = None if key is None else _form(cache, key[: -len(given)], given)
+    if key is None or form is None or not form.takes(given) or not form.prepared.again(e, cache):
+        return False
+    _note(e, cache, key, given, form)
     return True
 
 
-def _form_key(key: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*key[: -len(operands)], *map(_len_of, operands))
+def on_new_arrays(
+    e: Any, cache: Cache | CacheBatch, what: What, key: OpKey, given: tuple[Any, ...], operands: tuple[Operand, ...]
+) -> bool:
+    """The same for arrays that were checked, and are these operands."""
+    form = _form(cache, what, operands)
+    if form is None:
+        return False
+    for (place, _), each in zip(form.places, operands, strict=True):
+        place.value = each.ptr
+    if not form.prepared.again(e, cache):
+        return False
+    if key is not None and all(type(each) in _OURS for each in given):
+        _note(e, cache, key, given, form)
+    return True
+
+
+def _form(cache: Cache | CacheBatch, what: What, arrays: tuple[Any, ...]) -> Form | None:
+    try:
+        return cache.prepared.forms.get((*what, *map(_len_of, arrays))) if type(what[1]) is int else None
+    except NOT_KNOWN:
+        return None
+
+
+def _note(e: Any, cache: Cache | CacheBatch, key: tuple[Any, ...], given: tuple[Any, ...], form: Form) -> None:
+    """These slices came; at the second time the operation over them is kept."""
+    came = cache.prepared.came
+    if key in came:
+        came.discard(key)
+        _keep(cache, key, given, form.of_these(e, cache))
+    else:
+        _make_room(came)
+        came.add(key)
 
 
 def _make_room(kept: Any) -> None:
@@ -111,8 +135,8 @@ def _make_room(kept: Any) -> None:
         kept.clear()
 
 
-def _keep(cache: Cache | CacheBatch, key: tuple[Any, ...], operands: tuple[Any, ...], known: Prepared) -> None:
-    """Keeps an operation over the same slices as long as they live; they may die before it."""
+def _keep(cache: Cache | CacheBatch, key: OpKey, slices: tuple[Any, ...], known: Prepared) -> None:
+    """Keeps an operation over these slices as long as they live; they may die before it."""
     owner, kept = weakref.ref(cache), cache.prepared
 
     def forget(_: Any) -> None:
@@ -122,7 +146,7 @@ def _keep(cache: Cache | CacheBatch, key: tuple[Any, ...], operands: tuple[Any, 
 
     if len(kept) >= _MOST:
         dict.clear(kept)  # the forms stay
-    known.watch.refs = [weakref.ref(each, forget) for each in operands]
+    known.watch.refs = [weakref.ref(each, forget) for each in slices]
     kept[key] = known
 
 
@@ -153,31 +177,25 @@ class Form:
         memory = sorted((each.ptr, each.ptr + each.nbytes) for each in owners if each.nbytes)
         self.begins, self.ends = [begin for begin, _ in memory], [end for _, end in memory]  # of what the cache owns
 
-    def again(self, e: Any, cache: Any, operands: tuple[Any, ...]) -> bool:
-        """The operation over these slices, whose lengths are right."""
+    def takes(self, slices: tuple[Any, ...]) -> bool:
+        """Whether nothing speaks against these slices, whose lengths are right; their addresses are in place then."""
         spans = []
-        for each, (place, n_bytes) in zip(operands, self.places, strict=True):
+        for each, (place, n_bytes) in zip(slices, self.places, strict=True):
             if type(each) not in _OURS or not each._open or each.dtype is not _F32 or each.device != self.device:
                 return False
             ptr = each._ptr
             if type(ptr) is not int or ptr <= 0 or ptr % 4:
                 return False
             end = ptr + n_bytes
-            if end > 1 << 64:
-                return False
             before = bisect_left(self.begins, end)  # what begins before the end must end before the begin
-            if before and self.ends[before - 1] > ptr:
+            if end > 1 << 64 or (before and self.ends[before - 1] > ptr):
                 return False
             place.value = ptr
             spans.append((ptr, end))
-        if self.writes:  # what is read may be the same memory twice, what is written not: a closer look
+        if self.writes:  # what is read may be read twice; where that is so, the usual way tells it from the rest
             spans.sort()
-            end = 0
-            for ptr, behind in spans:
-                if ptr < end:
-                    return False
-                end = behind
-        return self.prepared.again(e, cache)
+            return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        return True
 
     def of_these(self, e: Any, cache: Cache | CacheBatch) -> Prepared:
         """The operation over the slices of the last call."""

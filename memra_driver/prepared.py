@@ -19,7 +19,6 @@ from memra_driver.layout import (
     LEN_WORD,
     POS_WORD,
     CacheC,
-    CacheState,
     KvLayerC,
     RecurLayerC,
     StepOp,
