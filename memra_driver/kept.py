@@ -1,10 +1,10 @@
 """What a cache keeps of its operations, and how a call finds it again.
 
-A call over the same slices as one before, which their tokens tell, runs the `Prepared` that was kept of that. One over
-other slices of the same lengths runs the `Form` of the operation: a Prepared whose launches take new addresses. The
-first call of an operation leaves the one behind, the first call over other slices the other. What a call over new
-slices could keep pays only when they come again, so at first it is noted that they came, and at the second time they
-get a Prepared of their own.
+A call over the same slices as an earlier one, which their tokens tell, runs the `Prepared` that this left behind. One
+over other slices of the same lengths runs the `Form` of the operation: a Prepared whose launches take the addresses of
+each call. The first call of an operation leaves the one, the first call over other slices the other. What could be kept
+of a call over new slices pays only when they come again: so it is noted that they came, and the next time they get a
+Prepared of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Launches = Sequence[tuple[str, tuple[Any, ...]]]  # kernel and arguments
 class Kept(dict[Any, Any]):
     """What was prepared, by its key; no slice and no cache is kept alive by it.
 
-    forms: by the key with lengths in place of tokens; None: one Prepared was made of it. came: keys of calls of a form.
+    forms: by the key with lengths in place of tokens; None: there was one set of slices. came: keys that took a form.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,13 @@ def prepare(
         return
     made, forms = [e.prepare(name, args) for name, args in launches], cache.prepared.forms
     form = (*what, *map(_len_of, operands))
-    is_ours = key is not None and all(type(each) in _OURS for each in given)
-    if is_ours and (form not in forms or key in cache.prepared):
-        forms.setdefault(form, None)
+    is_new = form not in forms
+    if is_new:
+        _make_room(forms)
+        forms[form] = None
+    if key is not None and (is_new or key in cache.prepared) and all(type(each) in _OURS for each in given):
         _keep(cache, key, given, Prepared(e, cache, source, op, rows, made))
     else:
-        _make_room(forms)
         forms[form] = Form(e, cache, source, op, rows, launches, made)
 
 
@@ -120,10 +121,9 @@ def _form(cache: Cache | CacheBatch, what: What, arrays: tuple[Any, ...]) -> For
 
 
 def _note(e: Any, cache: Cache | CacheBatch, key: tuple[Any, ...], given: tuple[Any, ...], form: Form) -> None:
-    """These slices came; at the second time the operation over them is kept."""
+    """These slices came, of an operation that was enqueued just now; the second time it is kept."""
     came = cache.prepared.came
     if key in came:
-        came.discard(key)
         _keep(cache, key, given, form.of_these(e, cache))
     else:
         _make_room(came)
