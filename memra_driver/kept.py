@@ -79,7 +79,7 @@ def prepare(
     if is_new:
         _make_room(forms)
         forms[form] = None
-    if key is not None and (is_new or key in cache.prepared) and all(type(each) in _OURS for each in given):
+    if is_new and key is not None and all(type(each) in _OURS for each in given):
         _keep(cache, key, given, Prepared(e, cache, source, op, rows, made))
     else:
         forms[form] = Form(e, cache, source, op, rows, launches, made)

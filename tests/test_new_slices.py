@@ -375,6 +375,66 @@ def test_lengths_that_are_always_new_take_no_more_memory(cuda: Any, monkeypatch:
             assert len(cache.prepared.forms) <= 4
 
 
+def test_slices_that_all_come_again_are_not_all_kept(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_MOST", 4)
+    with new(cuda) as cache:
+        engine = Renewing(cache, 1)
+        alive = []
+        for _ in range(8):
+            for _ in range(3):
+                engine.append()
+                cache.advance(cuda)
+            alive.append(dict(engine.slices))
+            assert len(cache.prepared) <= 4
+            assert len(cache.prepared.forms) == 1
+            engine.renew()
+
+
+class Moving(CudaSlice):
+    """A slice of somebody's own kind, which lies somewhere else at each call."""
+
+    places: tuple[Any, ...] = ()
+    turn = 0
+
+    @property
+    def ptr(self) -> int:
+        return int(self.places[self.turn].ptr)
+
+
+def test_a_slice_of_another_kind_is_asked_each_time(cuda: Any) -> None:
+    with new(cuda) as cache:
+        layer = cache.kv[ATTENTION]
+        assert layer is not None
+        v = cuda.zeros(128)
+        for _ in range(2):  # of a length that is new, and of one that is known
+            k = Moving(cuda.memory, 128)
+            k.places = cuda.zeros(128), cuda.zeros(128)
+            k.places[1].copy_from(np.full(128, 127, np.float32))
+            for _ in range(4):
+                for k.turn in (0, 1):
+                    at = cache.pos * layer.k_tok_bytes
+                    ops.append_kv(cuda, cache, ATTENTION, k, v)
+                    cache.advance(cuda)
+                    row = layer.k.to_numpy()[at : at + layer.k_tok_bytes]
+                    assert row.any() == (k.turn == 1)
+
+
+def test_inputs_that_share_memory_are_prepared_when_they_come_again(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Recheck(monkeypatch)
+    with new(cuda) as cache:
+        engine = Renewing(cache, 1, fused=RECURRENT)
+        engine.known()
+        engine.as_it_is()
+        engine.slices[RECURRENT, "alpha"] = engine.slices[RECURRENT, "beta_raw"].view()
+        counts = []
+        for _ in range(4):
+            before = looked.n
+            engine.recur()
+            cache.end_step(cache.pos)
+            counts.append(looked.n - before)
+        assert [each > 0 for each in counts] == [True, True, False, False]
+
+
 def test_a_form_keeps_no_slice_and_no_cache_alive(cuda: Any) -> None:
     cache = new(cuda)
     engine = Renewing(cache, 1)
@@ -541,8 +601,7 @@ def test_a_batch_that_opens_a_step_gives_up_what_stands_on_later_rows(cuda: Any)
             for i, each in enumerate(caches):
                 each.pos = 4 if i == 2 else 2
                 for layer in filter(None, each.kv):
-                    layer.len = each.pos
-                each.sync_d(cuda)
+                    layer.len = 4
             if not is_known:
                 batch.prepared.clear()
             engine.append()
@@ -560,4 +619,4 @@ def test_a_batch_that_opens_a_step_gives_up_what_stands_on_later_rows(cuda: Any)
     (later_is, now_is), dropped, stands = found[1]
     assert (bool(later_is), bool(now_is)) == (True, False)
     assert dropped == [True, True, True]
-    assert stands == [(1, 1, 3), (1, 1, 3), (1, 1, 5)]
+    assert stands == [(1, 1, 4), (1, 1, 4), (1, 1, 5)]
