@@ -179,6 +179,7 @@ def sanitized_group(tool: str, group: tuple[str, ...], part: str, gpu: str, end:
     begin = time.monotonic()
     files = [f"tests/test_{name}.py" for name in group]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
+    command += ["--show-backtrace", "device"]  # one of Python's would keep the frames, and what they hold, alive
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, "-m", "pytest", "-qx", "--gpu", "-n", "0", "-p", "no:cacheprovider"]
     command += ["--keep-kernels", "--part", part, *options, *files]
