@@ -89,7 +89,7 @@ def test_every_operation_format_pair_preset_call_and_kind_of_refusal_is_in_it(sm
     steps = [step for case in small.cases for step in case.get("steps", ())]
     assert {step["op"] for step in steps} == set(CALLS)
     refusals = {step["error"] for step in steps if "error" in step}
-    assert refusals == {"CapacityError", "ConfigError", "SnapshotError", "StateError"}
+    assert refusals == {"CapacityError", "ConfigError", "SnapshotError", "StateError", "UnsupportedError"}
     assert {case["same_as"] for case in small.cases if "same_as" in case} == {
         "cache plain decoding, q8_0/q5_1", "cache plain decoding, fp8/q4_0"
     }  # fmt: skip
