@@ -310,6 +310,7 @@ int main(int argc, char **argv) {
         else if (is(test, "op", "cache")) run_cache(test);
         else run_operation(test);
     }
+    if (!done) fail("the kit has no cases");
     printf("all %d cases\n", done);
     return 0;
 }
