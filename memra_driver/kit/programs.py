@@ -316,11 +316,14 @@ def _refusals() -> Program:
     p.call("advance", n=4)
     for pos in (-1, 7):  # out of range
         p.call("assign", pos=pos, len=[-1, 2, -1, 3])
-        for op, args in (("sync_d", {}), ("digest", {}), ("advance", {"n": 1}), ("round", {"width": 2})):
-            p.call(op, **args)
+        p.call("sync_d")
+        p.call("digest")
+        p.call("advance", n=1)
+        p.call("round", width=2)
         p.append((4,), 1)
         p.attend((4,), 1)
     p.call("assign", pos=3, len=[-1, 7, -1, 3])
+    p.call("settle")  # there is nothing to settle
     p.call("snapshot", slot=0)
     p.append((4,), 1)
     p.attend((4,), 1)
@@ -339,7 +342,9 @@ def _refusals() -> Program:
     p.call("sync_d")
     p.attend((1, 2, 3, 4, 5), 1)  # more rows than max_rows
     p.attend((4,), 1, -1)
-    p.call("reset")
+    p.call("round", width=2)
+    p.append((4,), 1)
+    p.call("reset")  # and the round is over
     p.call("rollback", slot=0, accept=0)  # of an earlier generation
     p.call("snapshot_into", slot=0)
     p.call("rollback", slot=0, accept=0)
@@ -398,6 +403,19 @@ def _attention_only() -> Program:
     p.call("truncate", to=0)
     p.run(6)
     p.call("digest")
+    for pos in (1, 2, 3):  # an engine with kernels of its own
+        p.call("assign", pos=pos, len=[pos, pos])
+        p.call("sync_d")
+        if pos < 3:
+            p.call("snapshot", slot=pos)
+    p.call("rollback", slot=1, accept=2)
+    p.call("advance", n=1)  # a replay gives up nothing
+    p.call("advance", n=1)
+    p.call("rollback", slot=2, accept=0)
+    p.call("assign", pos=1, len=[1, 1])
+    p.call("advance", n=0)  # is nothing
+    p.call("assign", pos=3, len=[3, 3])
+    p.call("rollback", slot=2, accept=1)
     return p
 
 
@@ -429,7 +447,11 @@ def _without_kernels() -> Iterator[Program]:
     p = Program("no kernel for K", ModelConfig(1, 1, 32, 64), 4)
     p.run(1)
     yield p
-    heads = Step35Config((34, 3, 4), (2, 2, 2), (False, False, False), 3)  # over two K/V heads
-    p = Program("no kernel for so many heads", ModelConfig(3, 2, 64, 64, step35=heads), 4, options=CacheOptions(max_rows=2))
+    heads = Step35Config((34, 3, 4, 4), (2,) * 4, (False,) * 3, 3)  # over two K/V heads; the last layer is windowed
+    cfg = ModelConfig(4, 2, 64, 64, step35=heads)
+    p = Program("no kernel for so many heads", cfg, 8, options=CacheOptions(max_rows=4))
     p.run(1)
+    for il in (2, 3):
+        p.append((2, 3, 4, 5), il)
+        p.attend((2, 3, 4, 5), il)
     yield p
