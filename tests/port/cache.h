@@ -150,7 +150,7 @@ static const char *reject(void) {
     REFUSE(!C.round, STATE);
     for (layer *l = C.at; l < C.at + C.n; l++)
         if (l->ran & RAN_APPEND) l->len = C.pos, *l->len_d = C.state == UNSETTLED ? *C.pos_d : (int32_t)C.pos;
-    C.round = 0, end_step(C.pos);
+    *C.pos_d = C.state == UNSETTLED ? *C.pos_d : (int32_t)C.pos, C.round = 0, end_step(C.pos);
     return NULL;
 }
 
@@ -212,7 +212,7 @@ static const char *advance(int64_t n) {
     REFUSE(C.pos + n > C.max_ctx, CAPACITY);
     if (!C.step_rows && C.state == READY && n) give_up(C.pos);
     if (n) end_step(C.pos + n), *C.pos_d = (int32_t)C.pos;
-    if (C.state == PENDING && C.pos == C.replay_to) C.state = READY, C.replay_to = 0;
+    if (n && C.state == PENDING && C.pos == C.replay_to) C.state = READY, C.replay_to = 0;
     return NULL;
 }
 
