@@ -150,7 +150,8 @@ static const char *reject(void) {
     REFUSE(!C.round, STATE);
     for (layer *l = C.at; l < C.at + C.n; l++)
         if (l->ran & RAN_APPEND) l->len = C.pos, *l->len_d = C.state == UNSETTLED ? *C.pos_d : (int32_t)C.pos;
-    *C.pos_d = C.state == UNSETTLED ? *C.pos_d : (int32_t)C.pos, C.round = 0, end_step(C.pos);
+    if (C.step_rows && C.state != UNSETTLED) *C.pos_d = (int32_t)C.pos;
+    C.round = 0, end_step(C.pos);
     return NULL;
 }
 
@@ -159,7 +160,6 @@ static const char *commit(int64_t accept, int on_device) {
     int bad = accept < 0 || accept > rows, n = bad ? 0 : (int)accept;
     REFUSE(!C.round || !rows || !lengths_hold(), STATE);
     REFUSE(bad && !on_device, CAPACITY);
-    if (!n && !on_device) return reject();
     for (layer *l = C.at; l < C.at + C.n; l++) {
         float *in[5];
         if (l->ran & RAN_SCAN) scan_tape(l, rows, in, 0);
