@@ -9,6 +9,8 @@
 #define PIPE_SHARED_BYTES (227 << 10)    // all that a block of sm_90 can have
 #define FIXED_BYTES 768                  // of it for the pipes, and for what reads behind the last row
 #define STAGE_BYTES (70 << 10)           // at most, where a stage can be smaller
+#define RING_BYTES (128 << 10)           // of both rings at most, where two stages are no more: what one block has asked for
+                                         // beyond need, others wait for
 #define QUARTERS 4                       // a stage arrives in so many copies, each by a warp that does nothing else, and
                                          // each further from its bank than the last
 
@@ -86,9 +88,11 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
     b.query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16);
     const int query = n_head_kv * nt * b.query_bytes, weight = 2 * n_head_kv * b.slabs() * nt * 256;
     const int of_warps = 4 * 8 * nt * n_head_kv * b.team_warps(), reals = 4 * 8 * nt * n_head_kv + 2 * of_warps;
+    const int both = b.k.stage_bytes + b.v.stage_bytes, most = 2 * both > RING_BYTES ? 2 * both : RING_BYTES;
     int room = PIPE_SHARED_BYTES - FIXED_BYTES - query - weight - reals;
-    const int both = room / (b.k.stage_bytes + b.v.stage_bytes), pairs = both < 15 ? both : 15;
-    room -= pairs * (b.k.stage_bytes + b.v.stage_bytes);
+    if (room > most) room = most;
+    const int pairs = room / both < 15 ? room / both : 15;
+    room -= pairs * both;
     b.k.stages = pairs + (room >= b.k.stage_bytes ? 1 : 0);
     b.v.stages = pairs + (room < b.k.stage_bytes && room >= b.v.stage_bytes ? 1 : 0);
 

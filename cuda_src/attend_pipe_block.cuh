@@ -225,9 +225,10 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     }
 }
 
-// The quarter c of a stage of a plane, of the rows that the plane has.
-static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes, const Turn& turn, const uint8_t* from,
-                                             int c, int first_token, int tokens, int rows) {
+// The quarter c of the next stage of a plane, of the rows that the plane has.
+static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes, Turn& turn, const uint8_t* from, int c,
+                                             int first_token, int tokens, int rows) {
+    if (!turn.fresh) memra_pipe_wait(plane.empty_pipe(bytes, turn.stage), turn.parity ^ 1);
     const int quarter = tokens / QUARTERS, left = rows - first_token - c * quarter;
     const int n_bytes = (left < 0 ? 0 : left < quarter ? left : quarter) * plane.token_bytes;
     memra_pipe* full = plane.full_pipe(bytes, turn.stage);
@@ -236,6 +237,7 @@ static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes,
         memra_pipe_copy(plane.stage(bytes, turn.stage) + plane.quarter(c),
                         from + (long long)(first_token + c * quarter) * plane.token_bytes, n_bytes, full);
     }
+    turn.next(plane.stages);
 }
 
 // A team's queries for a task become fragments; `some` are those that the warp has loaded.
@@ -262,6 +264,7 @@ template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
 static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECES>& launch, float scale) {
     MEMRA_DYN_SHARED(uint8_t, bytes);
     constexpr bool AHEAD = PIECES == FOLDS && WORDS == 1;  // a task's queries, while the one before is worked on
+    constexpr bool K_AHEAD = PIECES == GROUPS;  // a stage of K comes before the V of the one before, as it is needed
     constexpr int COLUMNS = FIXED ? 2 * WORDS * NT : 2;  // of queries that a warp has on their way
     const int warp = threadIdx.x / 32, member = warp & (b.team_warps() - 1);
     const int computing = b.n_head_kv << b.team_shift;  // warps
@@ -289,15 +292,14 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
             const Task& task = tasks.task;
             const uint8_t *const k = launch.k_of(task.seq), *const v = launch.v_of(task.seq);
             const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
+            int first_of_v = -1;
             for (auto walk = tasks.walk; walk.more(); walk.next(b)) {
-                const int first_token = (int)walk.token;
-                if (!k_turn.fresh) memra_pipe_wait(b.k.empty_pipe(ring, k_turn.stage), k_turn.parity ^ 1);
-                bring(b.k, ring, k_turn, k, c, first_token, b.tokens, tokens);
-                k_turn.next(b.k.stages);
-                if (!v_turn.fresh) memra_pipe_wait(b.v.empty_pipe(ring, v_turn.stage), v_turn.parity ^ 1);
-                bring(b.v, ring, v_turn, v, c, first_token, b.tokens, tokens);
-                v_turn.next(b.v.stages);
+                bring(b.k, ring, k_turn, k, c, (int)walk.token, b.tokens, tokens);
+                if (!K_AHEAD) first_of_v = (int)walk.token;
+                if (first_of_v >= 0) bring(b.v, ring, v_turn, v, c, first_of_v, b.tokens, tokens);
+                first_of_v = (int)walk.token;
             }
+            if (K_AHEAD) bring(b.v, ring, v_turn, v, c, first_of_v, b.tokens, tokens);
         }
     } else {
         memra_take_registers<COMPUTE_REGISTERS>();

@@ -201,6 +201,16 @@ __device__ inline void memra_prefetch(const void* at) {
 #endif
 }
 
+// The same for n_bytes, both multiples of 16, where one instruction does it. Called, not inlined: who asks in a loop that
+// takes all registers would spill more.
+static __device__ __noinline__ void memra_prefetch_many(const void* at, int n_bytes) {
+#if MEMRA_PTX && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(at), "r"(n_bytes));
+#else
+    (void)at, (void)n_bytes;
+#endif
+}
+
 // Brings 16 bytes of global memory into shared memory, both at multiples of 16; memra_arrived() waits for all that this
 // thread asked for.
 __device__ inline void memra_bring16(void* shared, const void* from) {

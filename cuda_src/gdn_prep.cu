@@ -21,7 +21,11 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
         pos_d = (const int*)seqs[seq].pos_d;
         health = (memra_health*)seqs[seq].health;
     }
-    const long long at = memra_slot(pos_d, slot) + row - seq * rows;
+    // Asked for where something is wrong alone: whoever waits for a position asks for nothing else meanwhile.
+    const auto report = [&](unsigned bad) {
+        const long long at = memra_slot(pos_d, slot) + row - seq * rows;
+        memra_report(health, MEMRA_FAULT_NONFINITE, layer, at, bad);
+    };
 
     if (warp == 3) {
         if (lane != 0) return;
@@ -30,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
         beta[head] = memra_sigmoid(raw);
         const bool bad_step = !memra_finite(step) || !memra_finite(dt_bias[vh]) || !memra_finite(a[vh]);
         const unsigned bad = (bad_step ? 1u : 0u) + (memra_finite(raw) ? 0u : 1u);
-        if (bad) memra_report(health, MEMRA_FAULT_NONFINITE, layer, at, bad);
+        if (bad) report(bad);
         return;
     }
     const int key_dim = num_k * state_size;
@@ -46,6 +50,6 @@ extern "C" __global__ void __launch_bounds__(128) gdn_prep(
         out[i] = warp == 2 ? x[i] : __fmul_rn(x[i], scale);
         bad += __any_sync(MEMRA_ALL_LANES, counted && !memra_finite(x[i])) ? 1u : 0u;
     }
-    if (bad && lane == 0) memra_report(health, MEMRA_FAULT_NONFINITE, layer, at, bad);
+    if (bad && lane == 0) report(bad);
 }
 MEMRA_EXPORT(gdn_prep)

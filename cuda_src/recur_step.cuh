@@ -151,6 +151,14 @@ struct Block {
         for (int r = 0; r < R; r++) s[r] = memra_read4(part(p, (float*)state, column) + r * 32);
     }
 
+    static constexpr int TURN = AHEAD * WARPS * 4;  // columns that the block's warps have loaded at a time
+
+    // Asks for the states of a turn that begins at `column`, of one head. Thread 0 does it for all.
+    __device__ static inline void ask(const Step& p, const float* source, int column, int last) {
+        if (threadIdx.x != 0 || column >= last) return;
+        memra_prefetch_many(source + vector(p, 0, column) * SIZE, 4 * SIZE * min(TURN, SIZE - column % SIZE));
+    }
+
     // A column through `count` rows.
     __device__ static inline void scan(const Step& p, float4 (&s)[R], int column, int first, int start, int count) {
         const int lane = (int)threadIdx.x & 7, h = (column - first) / SIZE;
@@ -197,6 +205,7 @@ struct Block {
                 for (int i = 0; i < AHEAD; i++) {
                     if (warp + i * WARPS < groups) load(p, s[i], source, column_of(warp + i * WARPS));
                 }
+                ask(p, source, first + TURN, last);  // while nothing else is on its way from memory
             }
             if (u < end) convolve(p, ch, u, c, start, count);
             if (u + THREADS < end) convolve(p, other, u + THREADS, d, start, count);
@@ -233,6 +242,7 @@ struct Block {
         if (p.tape) keep(p, first, last, start, count, with_keys);
 #pragma unroll 1
         for (int base = warp; base < groups; base += AHEAD * WARPS) {
+            if (last - first > 4 * TURN) ask(p, source, first + 4 * base + 2 * TURN, last);  // fewer are as fast without
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int group = base + i * WARPS, later = group + AHEAD * WARPS;

@@ -208,6 +208,23 @@ def test_ceilings_counts_and_what_is_no_longer_measured_are_compared_too() -> No
     assert f"{other['rows'][3]['name']}: None -> 9 calls" in lines
 
 
+def test_copies_bytes_faults_and_limits_are_compared_too() -> None:
+    other = copy.deepcopy(rows_and_rates())
+    other["rows"][0] |= {"copy_seconds": 3e-6, "bytes": 1}
+    other["faults"] = ["a NaN"]
+    limit = other["targets"][0]
+    gone = other["targets"].pop(1)
+    limit["limit"] *= 2
+    lines = report.compared(rows_and_rates(), other)
+    name = other["rows"][0]["name"]
+    assert f"{name}: 200% slower for a copy, 1 us -> 3 us" in lines
+    assert f"{name}: 4000000 -> 1 bytes" in lines
+    assert "faults: [], then ['a NaN']" in lines
+    assert f"target {limit['line']}: limit {limit['limit'] / 2} -> {limit['limit']}" in lines
+    assert f"target {gone['line']}: only in the first" in lines
+    assert f"target {gone['line']}: only in the second" in report.compared(other, rows_and_rates())
+
+
 # What is shown.
 
 
@@ -244,6 +261,12 @@ def test_the_markdown_has_a_line_for_every_row_with_a_time() -> None:
     assert f"* {report.summary(rows_and_rates()['targets'])}" in lines
 
 
+def test_the_markdown_names_what_is_missed() -> None:
+    (line,) = [each["line"] for each in moved(seconds=3e-6)["targets"] if each["verdict"] == "miss"]
+    assert f"| {line} | 3.00 us | <= 2.90 us |" in report.markdown(moved(seconds=3e-6)).splitlines()
+    assert line not in report.markdown(rows_and_rates())
+
+
 def test_the_markdown_of_what_makes_no_columns_is_a_list() -> None:
     times = {"seconds": 2e-6, "copy_seconds": 1e-6, "host_seconds": 3e-6, "ceiling_seconds": 1e-6}
     row = Row("append", "append_kv T=1", bytes=5, **times)
@@ -256,9 +279,22 @@ def test_the_picture_draws_operations_by_size(tmp_path: Path) -> None:
     result = rows_and_rates()
     result["rows"] += [row | {"name": row["name"] + "0", "bytes": 7} for row in result["rows"] if row["bytes"] == 900]
     lines = report.series(report.rows_of(result))
-    assert lines == [("attend 16/2x256 q8_0+q5_1 T=1", "o-", [(7, 25.0), (900, 25.0)])]
+    assert lines == [("attend 16/2x256 q8_0+q5_1 T=1", "-", [(7, 25.0), (900, 25.0)])]
     report.picture(tmp_path / "new" / "x.png", result)
     assert (tmp_path / "new" / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_two_lines_of_the_picture_look_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [
+        Row("attend", f"attend {name} at {tokens}", bytes=tokens, seconds=2.0, ceiling_seconds=1.0)
+        for name in range(50)
+        for tokens in (1, 2)
+    ]
+    seen: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: seen.extend(figure.axes[0].lines))
+    report.picture(tmp_path / "x.png", rows_and_rates() | {"rows": [row.as_json() for row in rows]})
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in seen}) == len(seen) == 50
 
 
 def test_results_survive_a_file(tmp_path: Path) -> None:
@@ -291,3 +327,28 @@ def test_a_quick_run_is_part_of_a_full_one() -> None:
     for name in ("contexts", "other_contexts", "batches", "value_heads"):
         assert set(getattr(QUICK, name)) < set(getattr(FULL, name)) or getattr(QUICK, name) == getattr(FULL, name)
     assert replace(QUICK, name="full", replays=FULL.replays).attention == FULL.attention
+
+
+# What is asked of the H200, line by line.
+
+
+def held(row: str, field: str = "seconds") -> list[tuple[str | None, float]]:
+    """(row that it stands beside, limit) of each target of this figure."""
+    return [(target.beside and target.beside[0], target.limit) for target in TARGETS if target.figure == (row, field)]
+
+
+@pytest.mark.parametrize("name", ["snapshot_into", "rollback"])
+@pytest.mark.parametrize("parity", ["even", "odd"])
+def test_the_host_of_a_snapshot_is_held_to_a_raw_copy_call_at_either_parity(name: str, parity: str) -> None:
+    assert held(f"{name}, {parity}", "host_seconds") == [(f"raw copy call, {parity}", 1.5)]
+
+
+@pytest.mark.parametrize("tokens", FULL.contexts)
+def test_other_formats_are_held_to_the_first_at_every_length(tokens: int) -> None:
+    (shape,) = (shape for shape in FULL.attention if shape.others)
+    for pair in (("fp8", "fp8"), ("q8_0", "q4_0"), ("q8_0", "fp8")):
+        assert held(shape.name(1, tokens, pair)) == [(shape.name(1, tokens), 1.10)]
+
+
+def test_a_birth_is_held_to_its_limit_as_it_is_by_default() -> None:
+    assert [target.figure[0] for target in TARGETS if "Cache.new" in target.line] == ["Cache.new at 8192"]

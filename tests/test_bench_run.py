@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import MakeDev, c_library_missing
 from standin import StandIn
 
 from memra_driver import bench, nvrtc, ops
+from memra_driver.bench import cases as bench_cases
 from memra_driver.bench import host as bench_host
 from memra_driver.bench import peers as bench_peers
 from memra_driver.bench.measure import ROTATION, UNMEASURED, Bench, watched
@@ -69,7 +71,14 @@ def test_a_run_measures_every_case_of_its_sizes(result: dict[str, Any]) -> None:
         assert rows[name].seconds, name
         assert rows[name].bytes, name
         assert rows[name].share, name
-    for name in (f"Cache.new at {TINY.new_tokens}", "raw copy call", "kernels warm", "import numpy", "advance, eager"):
+    for name in (
+        f"Cache.new at {TINY.new_tokens}",
+        "raw copy call, odd",
+        "append_kv, eager on new slices",
+        "kernels warm",
+        "import numpy",
+        "advance, eager",
+    ):
         assert rows[name].host_seconds, name
     assert len(rows) == len(result["rows"])  # no name stands for two
 
@@ -140,6 +149,23 @@ def test_attention_rotates_over_four_times_the_l2(result: dict[str, Any], measur
     assert measuring.sets(kv_bytes) == max(4, -(-ROTATION * L2_BYTES // kv_bytes))
 
 
+def test_states_rotate_over_four_times_the_l2(measuring: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of memory: a scan in place moves each of them twice."""
+    measuring.rotation = ROTATION * 16 * L2_BYTES
+    found: list[int] = []
+
+    class Weighed(Workload):
+        def run(self, *args: Any, **options: Any) -> None:
+            layers = [layer for cache in self.caches for layer in filter(None, cache.recur)]
+            found.append(sum(layer.ssm_state.nbytes for layer in layers))
+            super().run(*args, **options)
+
+    monkeypatch.setattr(bench_cases, "Workload", Weighed)
+    sizes = replace(TINY, most_layers=1024)
+    assert [*bench_cases.scans(measuring, sizes), *bench_cases.recurs(measuring, sizes)]
+    assert min(found) >= measuring.rotation
+
+
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_measuring_an_operation_leaves_the_clock_and_asks_every_layer(
     op: str, measuring: Bench, standin: StandIn
@@ -207,7 +233,8 @@ def test_the_calls_from_c_are_those_of_the_library(result: dict[str, Any]) -> No
     if c_library_missing():
         pytest.skip(c_library_missing())
     names = {row.name for row in rows_of(result)}
-    assert {"append_kv, from C", "append_kv, raw launch from C", "append_kv, C library from Python"} <= names
+    for op in ("append_kv", "conv_update", "gdn_scan"):
+        assert {f"{op}, from C", f"{op}, raw launch from C", f"{op}, C library from Python"} <= names
 
 
 # Compiling.
@@ -245,3 +272,13 @@ def test_a_cold_compile_is_timed_once_and_leaves_the_environment(
     assert bench_host.compile_kernels("sm_90", anew=False) is not None  # another folder, and nothing in it
     assert bench_host.compile_kernels("sm_90", anew=True) is not None
     assert "MEMRA_CACHE_DIR" not in os.environ
+
+
+# Imports.
+
+
+def test_an_import_is_timed_as_it_is_where_python_keeps_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    module = "sys.modules['memra_driver.errors'].__file__"
+    is_kept = f"import sys, importlib.util as u, os.path; assert os.path.isfile(u.cache_from_source({module}))"
+    assert bench_host.import_seconds({"errors": ("import memra_driver.errors", is_kept)}, starts=2)["errors"] > 0

@@ -21,7 +21,9 @@ pytest.importorskip("rich")
 from memra_driver import capi, cli, inventory, nvrtc
 from memra_driver.cli.devices import opened
 from memra_driver.errors import CompileError, DriverError, MemraError, NoDriver, UnsupportedError
+from memra_driver.kernels import AttendGeometry, attend_kernel
 from memra_driver.kvdev import CudaDev
+from memra_driver.plan import ATTEND_GROUPS
 
 COMPUTE_MODE, MAJOR, MINOR = 20, 75, 76
 SHOWN = {  # keys of `info` that do not depend on a driver or a GPU
@@ -224,6 +226,15 @@ def test_an_nvrtc_newer_than_the_driver_is_named(standin: StandIn, monkeypatch: 
     (line,) = [line for line in info()["missing"] if "NVRTC 99.1" in line]
     assert "a driver of CUDA 13.2 does not load" in line
     assert "'cuda-toolkit[nvrtc]==13.*'" in line
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_info_names_the_path_of_attention_that_is_launched(standin: StandIn, capability: tuple[int, int]) -> None:
+    of_arch(standin, *capability)
+    entry = attend_kernel("sm_{}{}".format(*capability), AttendGeometry(2, 256, 256, 544, 384, 0, 1), 8, ATTEND_GROUPS)
+    path = {True: "attention: bulk copies where the geometry allows, else portable", False: "attention: portable"}
+    told = inventory.inventory()["gpus"][0]
+    assert f", {path[entry.startswith('attend_pipe')]}, " in told
 
 
 def test_without_nvrtc_info_shows_the_gpus_and_what_to_install(

@@ -67,8 +67,8 @@ def snapshots(bench: Bench, sizes: Sizes) -> Iterator[Row]:
                     "snapshot", f"{name}, {parity}", bytes=n_bytes, seconds=bench.eager_seconds(run, run, CALLS),
                     copy_seconds=bench.copy_seconds(n_bytes), host_seconds=seconds,
                 )  # fmt: skip
-            if parity == "even":
-                yield Row("snapshot", "raw copy call", who="cuda-python", bytes=n_bytes, host_seconds=host[2])
+            name = f"raw copy call, {parity}"
+            yield Row("snapshot", name, who="cuda-python", bytes=n_bytes, host_seconds=host[2])
     finally:
         for each in [*snaps, *caches]:
             each.close()
@@ -197,7 +197,7 @@ def recurs(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 def _recurrent(bench: Bench, sizes: Sizes, group: str, names: tuple[str, ...], heads: int, batch: int) -> Iterator[Row]:
     n_bytes = 2 * 4 * batch * heads * sizes.state_size**2
-    layers = min(bench.sets(n_bytes), sizes.most_layers)
+    layers = min(bench.sets(n_bytes // 2), sizes.most_layers)  # in place: each byte of memory is moved twice
     model = recurrent_model(layers, heads, sizes.key_heads, sizes.state_size)
     if group == "scan":
         copy = bench.copy_seconds(n_bytes)

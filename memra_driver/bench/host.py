@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memra_driver import capi, native, nvrtc, ops
 from memra_driver.bench.measure import Bench
-from memra_driver.bench.raw import Packed, from_c, packed_launches
+from memra_driver.bench.raw import FROM_C, Packed, from_c, packed_launches
 from memra_driver.bench.rows import Row, Sizes
 from memra_driver.bench.work import ATTENTION, FUSED, HOST_LAYERS, Workload
 from memra_driver.errors import MemraError
@@ -39,14 +39,25 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             launches = packed_launches(work, op)
             mine, raw = work.host_beside(op, _in_a_row(launches))
             yield Row("host", f"{op}, eager", host_seconds=mine)
+            if op == "append_kv":
+                yield Row("host", f"{op}, eager on new slices", host_seconds=_on_new_slices(bench, work))
             yield Row("host", f"{op}, raw launches", who="cuda-python", host_seconds=raw)
             if native.library() is not None and hasattr(capi.ops, op):
                 work.ops = capi.ops
                 yield Row("host", f"{op}, C library from Python", host_seconds=work.host_seconds(op))
                 work.ops = ops
-            if op == "append_kv":
-                yield from from_c(bench, work, launches[0][0])
+            if op in FROM_C:
+                yield from from_c(bench, work, op, launches[0][0])
         yield Row("host", "advance, eager", host_seconds=_advance(bench, work))
+
+
+def _on_new_slices(bench: Bench, work: Workload) -> float:
+    """An append over slices that it has not seen, which is asked everything once more."""
+    layer = work.caches[0].kv_layer(work.attention[0])
+    dims = layer.kv_dim_k, layer.kv_dim_v
+    return work.host_seconds(
+        "append_kv", call=lambda il: ops.append_kv(work.e, work.target, il, *map(bench.random, dims))
+    )
 
 
 def _advance(bench: Bench, work: Workload) -> float:
@@ -82,15 +93,20 @@ def loads(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 
 def import_seconds(imports: dict[str, tuple[str, str]], starts: int) -> dict[str, float]:
-    """Seconds of each second statement behind the first, in a process of its own, one of each in turn: the median."""
+    """Seconds of each second statement behind the first, in a process of its own, one of each in turn: the median.
+
+    What Python makes of sources is kept from the first start on, whatever the caller's environment says of that.
+    """
     found: dict[str, list[float]] = {name: [] for name in imports}
-    for _ in range(starts):
-        for name, (before, statement) in imports.items():
-            code = f"import time; {before}; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
-            path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-            found[name].append(float(done.stdout))
+    path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONPYCACHEPREFIX": folder}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        for _ in range(starts):
+            for name, (before, statement) in imports.items():
+                code = f"import time; {before}; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+                done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+                found[name].append(float(done.stdout))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 

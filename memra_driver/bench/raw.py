@@ -17,6 +17,7 @@ from memra_driver.errors import CompileError, DriverError, StateError
 from memra_driver.kernels import KERNELS
 
 LOOPS = Path(__file__).resolve().parent / "calls.c"
+FROM_C = {"append_kv": "bench_append", "conv_update": "bench_conv", "gdn_scan": "bench_scan"}  # its loop in LOOPS
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared")
 
 
@@ -84,8 +85,9 @@ def raw_birth(bench: Bench, n_bytes: int) -> tuple[Callable[[], None], Callable[
     return birth, lambda: cu.cuMemFreeAsync(made.pop(), stream)
 
 
-def from_c(bench: Bench, work: Workload, launch: Packed) -> Iterator[Row]:
-    """An append of the C library, and its launch alone, both called from C; nothing without library or compiler."""
+def from_c(bench: Bench, work: Workload, op: str, launch: Packed) -> Iterator[Row]:
+    """An operation of FROM_C through the C library, and its launch alone, both called from C; nothing without library
+    or compiler."""
     path = native.library()
     if path is None:
         return
@@ -94,21 +96,22 @@ def from_c(bench: Bench, work: Workload, launch: Packed) -> Iterator[Row]:
             loops = _built(Path(folder) / "bench_calls.so")
         except CompileError:
             return
-    (cache,), pos = work.caches, work.tokens - work.rows
-    layer = cache.kv_layer(work.attention[0])
-    k, v = (bench.random(work.rows * dim) for dim in (layer.kv_dim_k, layer.kv_dim_v))
-    layers = (ctypes.c_int32 * len(work.attention))(*work.attention)
+    (cache,), pos, found = work.caches, work.tokens - work.rows, work.layers(op)
+    operands, numbers = _operands(work, op)
+    layers = (ctypes.c_int32 * len(found))(*found)
+    addresses = (ctypes.c_uint64 * len(operands))(*(each.ptr for each in operands))
+    scale = ctypes.c_float(numbers.get("scale", 0))
     capi.bind(cache)
-    append = ctypes.cast(ctypes.CDLL(str(path)).memra_append_kv, ctypes.c_void_p)
+    function = ctypes.cast(getattr(ctypes.CDLL(str(path)), f"memra_{op}"), ctypes.c_void_p)
     work.place(pos)
 
     def end() -> None:
         work.target.advance(work.e, work.rows)
         work.place(pos)
 
-    def appends() -> float:
-        rows, addresses = ctypes.c_int64(work.rows), map(ctypes.c_uint64, (k.ptr, v.ptr))
-        return _seconds(loops.bench_append, append, cache.as_c(), layers, len(layers), rows, *addresses)
+    def calls() -> float:
+        rows = ctypes.c_int64(work.rows)
+        return _seconds(getattr(loops, FROM_C[op]), function, cache.as_c(), layers, len(layers), rows, addresses, scale)
 
     driver = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p)
     shape = (ctypes.c_uint * len(launch.shape))(*launch.shape)
@@ -117,9 +120,26 @@ def from_c(bench: Bench, work: Workload, launch: Packed) -> Iterator[Row]:
     def launches() -> float:
         return _seconds(loops.bench_launch, driver, kernel, shape, stream, params, len(layers))
 
-    mine, raw = (seconds / len(layers) for seconds in bench.medians_of([appends, launches], after=end))
-    yield Row("host", "append_kv, from C", host_seconds=mine)
-    yield Row("host", "append_kv, raw launch from C", who="CUDA driver", host_seconds=raw)
+    mine, raw = (seconds / len(layers) for seconds in bench.medians_of([calls, launches], after=end))
+    yield Row("host", f"{op}, from C", host_seconds=mine)
+    yield Row("host", f"{op}, raw launch from C", who="CUDA driver", host_seconds=raw)
+
+
+def _operands(work: Workload, op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The slices and numbers that the workload hands to an operation, in the order of both interfaces."""
+    found: list[Any] = []
+
+    class Noted:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda e, cache, il, *operands, **numbers: found.append((operands, numbers))
+
+    before, work.ops = work.ops, Noted()
+    try:
+        work.calls(op, work.rows)(work.layers(op)[0])
+    finally:
+        work.ops = before
+    (only,) = found
+    return only  # type: ignore[no-any-return]
 
 
 def _built(output: Path) -> Any:
@@ -128,7 +148,8 @@ def _built(output: Path) -> Any:
     if done.returncode:
         raise CompileError(f"{command[0]} refused {LOOPS.name}", done.stderr, FLAGS)
     loops = ctypes.CDLL(str(output))
-    loops.bench_append.restype = loops.bench_launch.restype = ctypes.c_int64
+    for name in (*FROM_C.values(), "bench_launch"):
+        getattr(loops, name).restype = ctypes.c_int64
     return loops
 
 

@@ -20,6 +20,7 @@ NEEDED = {  # of a result: what its tables and a comparison speak of
     "faults", "targets",
 }  # fmt: skip
 Table = tuple[list[str], list[list[str]]]  # head, rows; the first column is text
+MARKERS = "osD^"  # of the picture: another where the colours come round
 UNITS = (("us", 1e6, 1e3), ("ms", 1e3, 1e3), ("s", 1, float("inf")))
 
 
@@ -136,6 +137,10 @@ def markdown(result: dict[str, Any]) -> str:
     """The README's account of a result: where, then a table a group, and how many targets hold."""
     rows = rows_of(result)
     parts = ["\n".join(f"* {line}" for line in (*heading(result), summary(result["targets"])))]
+    missed = verdicts([each for each in result["targets"] if each["verdict"] == "miss"])[1]
+    if missed:
+        table = _markdown_table([["missed", "measured", "limit"], *(line[:3] for line in missed)])
+        parts.append(f"What missed its limit; tests/bench/NOTES.md says what stands in the way:\n\n{table}")
     for group, (title, column) in CHAPTERS.items():
         mine = [row for row in rows if row.group == group]
         if mine:
@@ -193,9 +198,10 @@ def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
 def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What differs by more than MOVED between two results, in words; every line speaks of the second."""
     lines = []
-    for field in ("device", "driver", "nvrtc", "sizes", "peers"):
+    for field in ("device", "driver", "nvrtc", "sizes", "peers", "faults"):
         if before[field] != after[field]:
-            lines.append(f"not the same {field}: {before[field]}, then {after[field]}")
+            same = "" if field == "faults" else "not the same "
+            lines.append(f"{same}{field}: {before[field]}, then {after[field]}")
     for name, rate in after["ceilings"].items():
         first = before["ceilings"].get(name)
         if rate != first and (not rate or not first or abs(rate - first) > MOVED * first):
@@ -205,7 +211,7 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if name not in old:
             lines.append(f"{name}: only in the second")
             continue
-        for field, where in (("seconds", ""), ("host_seconds", " on the host")):
+        for field, where in (("seconds", ""), ("host_seconds", " on the host"), ("copy_seconds", " for a copy")):
             a, b = getattr(old[name], field), getattr(row, field)
             if (a is None) != (b is None):
                 lines.append(f"{name}: measured{where} in the {'first' if b is None else 'second'} alone")
@@ -213,14 +219,21 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
                 word = "faster" if b < a else "slower"
                 times = f"{seconds_text(a)} -> {seconds_text(b)}"
                 lines.append(f"{name}: {abs(b / a - 1):.0%} {word}{where}, {times}")
-        if old[name].count != row.count:
-            lines.append(f"{name}: {old[name].count} -> {row.count} calls")
+        for field, unit in (("count", "calls"), ("bytes", "bytes")):
+            a, b = getattr(old[name], field), getattr(row, field)
+            if a != b:
+                lines.append(f"{name}: {a} -> {b} {unit}")
     lines += [f"{name}: only in the first" for name in old if name not in new]
-    was = {each["line"]: each["verdict"] for each in before["targets"]}
-    for each in after["targets"]:
-        verdict = was.get(each["line"])
-        if verdict is not None and verdict != each["verdict"]:
-            lines.append(f"target {each['line']}: {verdict} -> {each['verdict']}")
+    was, now = ({each["line"]: each for each in result["targets"]} for result in (before, after))
+    for line, each in now.items():
+        if line not in was:
+            lines.append(f"target {line}: only in the second")
+            continue
+        if was[line]["limit"] != each["limit"]:
+            lines.append(f"target {line}: limit {was[line]['limit']} -> {each['limit']}")
+        if was[line]["verdict"] != each["verdict"]:
+            lines.append(f"target {line}: {was[line]['verdict']} -> {each['verdict']}")
+    lines += [f"target {line}: only in the first" for line in was if line not in now]
     return lines or [f"nothing moved by more than {MOVED:.0%}"]
 
 
@@ -241,8 +254,8 @@ def picture(path: Path, result: dict[str, Any]) -> None:
     lines = series(rows_of(result))
     colours = pyplot.get_cmap("tab20")
     for i, (label, style, points) in enumerate(lines):
-        colour = colours(i % colours.N)
-        axes.plot(*zip(*points, strict=True), style, label=label, color=colour, markersize=5, linewidth=1)
+        colour, marker = colours(i % colours.N), MARKERS[i // colours.N % len(MARKERS)]
+        axes.plot(*zip(*points, strict=True), marker + style, label=label, color=colour, markersize=5, linewidth=1)
     axes.set_xscale("log")
     axes.set_ylim(0, 105)
     axes.set_xlabel("bytes that a call must move")
@@ -272,6 +285,6 @@ def series(rows: Sequence[Row]) -> list[tuple[str, str, list[tuple[int, float]]]
             continue
         column = CHAPTERS[row.group][1]
         label = re.sub(column, "", row.name) if column else row.name.split()[0].rstrip(",")
-        style = "o-" if row.who == "memra" else "x--"
+        style = "-" if row.who == "memra" else "--"
         found.setdefault(label, (style, []))[1].append((row.bytes, 100 * row.share))
     return [(label, style, sorted(points)) for label, (style, points) in found.items() if len(points) > 1]

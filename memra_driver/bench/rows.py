@@ -65,7 +65,7 @@ class Sizes:
     pool_bytes: int = 1 << 31  # of the ceilings' copy, too
     replays: int = 7
     contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
-    other_contexts: tuple[int, ...] = (8192, 32768)  # of formats beside PAIR
+    other_contexts: tuple[int, ...] = contexts  # of formats beside PAIR
     attention: tuple[Attention, ...] = (
         Attention(16, 2, 256, verify=4, others=(("fp8", "fp8"), ("q8_0", "q4_0"), ("q8_0", "fp8"))),
         Attention(24, 4, 256, verify=4),

@@ -78,19 +78,16 @@ def _copies() -> list[Target]:
             row = f"{name}, {parity}"
             line = f"{row} parity: beside a copy of the same bytes"
             found.append(Target("snapshot", line, (row, "seconds"), (row, "copy_seconds"), limit))
-        raw: Figure = ("raw copy call", "host_seconds")
-        line = f"{name}: the host beside one raw copy call"
-        found.append(Target("snapshot", line, (f"{name}, even", "host_seconds"), raw, 1.5))
+            raw: Figure = (f"raw copy call, {parity}", "host_seconds")
+            line = f"{row} parity: the host beside one raw copy call"
+            found.append(Target("snapshot", line, (row, "host_seconds"), raw, 1.5))
     begins = Target("snapshot", "a round begins without device work", ("round begins", "count"), None, 0, unit="calls")
     over = ("scan over all layers", "seconds")
     line = "partial commit: beside one scan of that width over all layers"
     commit = Target("snapshot", line, ("partial commit", "seconds"), over, 1.3)
     name = f"Cache.new at {FULL.new_tokens}"
-    births = [
-        Target("snapshot", f"{name} tokens{how}: the host", (f"{name}{how}", "host_seconds"), None, 300, unit="us")
-        for how in ("", ", memory kept")
-    ]
-    return [*found, begins, commit, *births]
+    birth = Target("snapshot", f"{name} tokens: the host", (name, "host_seconds"), None, 300, unit="us")
+    return [*found, begins, commit, birth]
 
 
 def _appends() -> list[Target]:
@@ -175,9 +172,11 @@ def _hosts() -> list[Target]:
         raw: Figure = (f"{op}, raw launches", "host_seconds")
         line = f"{op}, eager from Python: beside the same launches, packed and raw"
         found.append(Target("host", line, eager, raw, 1.4))
-    mine: Figure = ("append_kv, from C", "host_seconds")
-    line = "append_kv through the C library, from C: beside its launch from C"
-    return [*found, Target("host", line, mine, ("append_kv, raw launch from C", "host_seconds"), 1.2)]
+    for op in ("append_kv", "conv_update", "gdn_scan"):
+        mine: Figure = (f"{op}, from C", "host_seconds")
+        line = f"{op} through the C library, from C: beside its launch from C"
+        found.append(Target("host", line, mine, (f"{op}, raw launch from C", "host_seconds"), 1.2))
+    return found
 
 
 def _steps() -> Target:
