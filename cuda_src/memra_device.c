@@ -207,6 +207,7 @@ int memra_device_open(const memra_device_options *options, memra_device **device
     const int status = open_parts(made, options);
     if (status != MEMRA_OK) {
         first.status = status;
+        first.driver_code = memra_last_driver_code();
         snprintf(first.sentence, sizeof first.sentence, "%s", memra_last_error());
         (void)take_apart(made, &first, memra_device_is_alive(made));
         (void)memra_cu.cuCtxSetCurrent(before);

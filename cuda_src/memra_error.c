@@ -26,11 +26,14 @@ void memra_keep(memra_failure *first, int status) {
     const bool is_gone = driver_code == DEINITIALIZED || driver_code == CONTEXT_IS_DESTROYED;
     if (status == MEMRA_OK || first->status != MEMRA_OK || (status == MEMRA_ERR_DRIVER && is_gone)) return;
     first->status = status;
+    first->driver_code = driver_code;
     memcpy(first->sentence, sentence, sizeof sentence);
 }
 
 int memra_kept(const memra_failure *first) {
-    return first->status == MEMRA_OK ? MEMRA_OK : memra_fail(first->status, "%s", first->sentence);
+    if (first->status == MEMRA_OK) return MEMRA_OK;
+    driver_code = first->driver_code;
+    return memra_fail(first->status, "%s", first->sentence);
 }
 
 /* After one of these every later call on the context fails too. */

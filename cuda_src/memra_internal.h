@@ -18,11 +18,12 @@ void memra_fail_more(const char *more);  /* goes behind the sentence of a failur
  * driver that is at its end, a destroyed context) is none. */
 typedef struct memra_failure {
     int status;
+    int32_t driver_code;
     char sentence[1024];
 } memra_failure;
 
 void memra_keep(memra_failure *first, int status);
-int memra_kept(const memra_failure *first);  /* its status, with its sentence as the last error */
+int memra_kept(const memra_failure *first);  /* its status; sentence and driver's code are the last ones again */
 int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
 int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
 #define MEMRA_TRY(call)                    \

@@ -110,8 +110,8 @@ int memra_kernel_prepare(enum memra_kernel k, CUkernel kernel, CUdevice device) 
 int memra_kernel_loaded(const memra_device *device, enum memra_kernel k) {
     if (device->kernels[k]) return MEMRA_OK;
     return memra_fail(MEMRA_ERR_UNSUPPORTED,
-                      "kernel %s is not loaded; give memra_device_load the cubins of sm_%d", memra_kernel_names[k],
-                      device->arch);
+                      "kernel %s is not loaded; memra_device_load_folder takes the folder that python -m memra_driver"
+                      " --cubins sm_%d names", memra_kernel_names[k], device->arch);
 }
 
 /* ---- Shapes ---- */

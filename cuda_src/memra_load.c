@@ -100,12 +100,15 @@ static int load(memra_device *device, span image, int *n_found) {
     return MEMRA_OK;
 }
 
+#define WHERE "; python -m memra_driver --cubins sm_%d names a folder that does"
+
 int memra_device_load(memra_device *device, const void *cubin, uint64_t n_bytes) {
     int n_found = 0;
     MEMRA_TRY(memra_device_enter(device));
     MEMRA_TRY(load(device, (span){cubin, n_bytes}, &n_found));
     return n_found ? MEMRA_OK
-                   : memra_fail(MEMRA_ERR_CONFIG, "memra_device_load: the cubin holds no kernel of this library");
+                   : memra_fail(MEMRA_ERR_CONFIG, "memra_device_load: the cubin holds no kernel of this library" WHERE,
+                                device->arch);
 }
 
 /* The bytes of a file, to be freed by the caller. */
@@ -143,7 +146,8 @@ int memra_device_load_file(memra_device *device, const char *path) {
     MEMRA_TRY(memra_device_enter(device));
     if (!path) return memra_fail(MEMRA_ERR_ARRAY, "memra_device_load_file: path is NULL");
     MEMRA_TRY(load_file(device, path, &n_found));
-    return n_found ? MEMRA_OK : memra_fail(MEMRA_ERR_CONFIG, "%s holds no kernel of this library", path);
+    if (n_found) return MEMRA_OK;
+    return memra_fail(MEMRA_ERR_CONFIG, "%s holds no kernel of this library" WHERE, path, device->arch);
 }
 
 static bool is_cubin(const char *name) {
@@ -174,6 +178,7 @@ int memra_device_load_folder(memra_device *device, const char *folder) {
     }
     closedir(opened);
     if (status == MEMRA_OK && !n_all)
-        return memra_fail(MEMRA_ERR_CONFIG, "%s: no *.cubin there holds a kernel of this library", folder);
+        return memra_fail(MEMRA_ERR_CONFIG, "%s: no *.cubin there holds a kernel of this library" WHERE, folder,
+                          device->arch);
     return status;
 }

@@ -29,6 +29,8 @@ HOST = -1
 LEGACY_STREAM = 1  # the handles below 3 are the driver's default streams: 0 and 1 legacy, 2 one per thread
 PER_THREAD_STREAM = 2
 _BITS = np.dtype(np.uint16)  # what bfloat16 travels as
+# What the driver says of a stream that is none, or that captures; of all else the stream knows nothing.
+_NO_STREAM = frozenset({driver.INVALID_VALUE, driver.INVALID_CONTEXT, driver.INVALID_HANDLE, *range(900, 909)})
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ def _follow(e: Any, name: str, stream: int) -> None:
         try:
             e.stream.wait_stream(stream)
         except DriverError as error:
+            if error.code not in _NO_STREAM:
+                raise
             raise ArrayError(f"{name} is filled on stream 0x{stream:x}, which cannot be waited for: {error}") from error
     elif not same_stream(stream, e.stream.handle) and not (
         stream > PER_THREAD_STREAM and driver.stream_is_capturing(stream)
@@ -308,6 +312,8 @@ def _device_of(name: str, ptr: int, e: Any) -> int:
     try:
         return driver.pointer_get_attribute("DEVICE_ORDINAL", ptr)
     except DriverError as error:
+        if error.code != driver.INVALID_VALUE:
+            raise
         raise ArrayError(f"{name} lies at 0x{ptr:x}, where the driver knows no memory: {error}") from error
 
 

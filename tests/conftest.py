@@ -53,6 +53,7 @@ DEFERRED = {f"test_{name}" for name in ("boundary", "late_reads", "pipeline", "t
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="use the real CUDA driver and GPU instead of the stand-in")
     parser.addoption("--not-through-c", action="store_true", help="leaves out the second turn, through the C library")
+    parser.addoption("--keep-kernels", action="store_true", help="with --gpu: what was loaded once stays, for tools")
     parser.addoption("--part", metavar="I/N", help="of all tests the I-th, and every N-th behind it")
     parser.addoption("--seed", type=int, help="of deferred mode, for the files that also run in it; drawn if not given")
     parser.addoption(
@@ -76,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu"):
         _begin_with_another_gpu()
         _keep_context()
+        if config.getoption("--keep-kernels"):
+            _keep_kernels()
         config.pluginmanager.register(gpu_results.GpuResults(config))
 
 
@@ -127,6 +130,14 @@ def _keep_context() -> None:
             driver.device_primary_ctx_retain(driver.device_get(ordinal))
     except MemraError as error:
         raise pytest.UsageError(f"--gpu: {error}") from None
+
+
+def _keep_kernels() -> None:
+    """Loads each cubin once a run: a tool that rewrites kernels when they are loaded would do so for every test."""
+    from memra_driver import driver
+
+    driver.library_load_data = functools.cache(driver.library_load_data)
+    driver.library_unload = lambda library: None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

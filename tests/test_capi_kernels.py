@@ -44,6 +44,8 @@ from memra_driver.kernels import (
 )
 from memra_driver.plan import ATTEND_FOLDS, ATTEND_GROUPS, ATTEND_HEAD_DIMS, attend_part_bytes
 
+HOW = "python -m memra_driver --cubins sm_90 names a folder that does"
+
 pytestmark = pytest.mark.standin
 MakeDev = Callable[..., Any]
 
@@ -278,7 +280,7 @@ def test_partial_sums_take_the_bytes_that_the_plan_says(e: Any) -> None:
 
 
 def test_a_kernel_that_is_not_loaded_is_named_with_the_architecture(e: Any, standin: StandIn) -> None:
-    with pytest.raises(UnsupportedError, match=r"append_kv is not loaded; .* sm_90"):
+    with pytest.raises(UnsupportedError, match=r"append_kv is not loaded; .* -m memra_driver --cubins sm_90"):
         e.c.call("memra_launch_append_kv", *changed("append_kv", kv_dim_k=64))
     load(e, cubin("append_kv.cu"))
     standin.clear_trace()
@@ -362,12 +364,14 @@ def test_a_cubin_without_our_kernels_is_refused(e: Any, standin: StandIn, tmp_pa
     (tmp_path / "foreign.cu").write_text('extern "C" __global__ void append_kv2(int *x) { *x = 1; }\n')
     foreign = nvrtc.compile_cubin("foreign.cu", "sm_90", tmp_path)
     standin.clear_trace()
-    with pytest.raises(ConfigError, match="holds no kernel of this library"):
+    with pytest.raises(ConfigError, match=f"holds no kernel of this library; {HOW}"):
         load(e, foreign)
     (tmp_path / "foreign.cubin").write_bytes(foreign)
-    with pytest.raises(ConfigError, match=r"foreign\.cubin holds no kernel"):
+    with pytest.raises(ConfigError, match=rf"foreign\.cubin holds no kernel of this library; {HOW}"):
         e.c.call("memra_device_load_file", str(tmp_path / "foreign.cubin").encode())
     assert standin.trace() == []
+    with pytest.raises(ConfigError, match=rf"no \*\.cubin there holds a kernel of this library; {HOW}"):
+        e.c.call("memra_device_load_folder", str(tmp_path).encode())
     (tmp_path / "ours.cubin").write_bytes(cubin("counters.cu"))
     e.c.call("memra_device_load_folder", str(tmp_path).encode())  # foreign ones beside ours do no harm
 

@@ -158,6 +158,7 @@ def test_a_free_that_fails_keeps_no_other_from_being_made(standin: StandIn, two:
     standin.fail("cuMemFreeAsync", 4, 700)
     with pytest.raises(DriverError, match=r"cuMemFreeAsync.*\(999\)"):
         library().call("memra_cache_free", made)
+    assert library().ask("memra_last_driver_code") == 999  # of the failure that is told
     assert standin.live_count() == live + 2
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from decoding import OPTIONS, TRUE, WRONG, Lane
 from fault_runs import ATTENTION, Quick, Run, Stage, sweep
+from foreign import Foreign, Tensor
 from standin import StandIn
 
 from memra_driver import capi, ops
@@ -95,6 +96,14 @@ def faulted(s: Stage) -> None:
 def other_stream(s: Stage) -> CudaStream:
     s.keep.append(CudaStream(s.e.context))
     return s.keep[-1]
+
+
+def of_other_libraries(s: Stage) -> Run:
+    """An append of rows that nobody of ours made: K is filled on another stream, V is where it says that it is."""
+    layer, at = s.cache.kv_layer(3), s.lane(2).at
+    k = Foreign(at[3, "k"], (2, layer.kv_dim_k), stream=other_stream(s).handle)
+    v = Tensor(at[3, "v"].ptr, (2, layer.kv_dim_v))
+    return lambda: ops.append_kv(s.e, s.cache, 3, k, v)
 
 
 # On one device, and where they may span them on two.
@@ -228,6 +237,7 @@ ALONE: dict[str, Prepare] = {
     "recur_step of a batch": lambda s: batched(s, "recur_step", il=0),
     "gdn_scan of a batch": lambda s: batched(s, "conv_update", "gdn_prep", "gdn_scan", il=0),
     "advance of a batch": advanced,
+    "append_kv of other libraries' arrays": of_other_libraries,
     "wait_stream": lambda s: partial(s.e.stream.wait_stream, other_stream(s)),
     "release_to": lambda s: partial(s.e.stream.release_to, other_stream(s)),
     "export": lambda s: partial(s.cache.kv[1].k.__dlpack__, stream=other_stream(s).handle),

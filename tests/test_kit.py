@@ -73,7 +73,7 @@ def test_an_export_is_the_same_each_time(small_kit: Path, tmp_path: Path) -> Non
 
 
 def test_a_small_kit_is_a_few_megabytes_and_brings_specification_and_schema(small_kit: Path) -> None:
-    assert sum(path.stat().st_size for path in small_kit.iterdir()) < 7_000_000
+    assert sum(path.stat().st_size for path in small_kit.iterdir()) < 7_500_000
     assert (small_kit / "SPEC.md").read_bytes() == packaged("SPEC.md")
     assert (small_kit / "manifest.schema.json").read_bytes() == packaged("manifest.schema.json")
 
@@ -89,7 +89,7 @@ def test_every_operation_format_pair_preset_call_and_kind_of_refusal_is_in_it(sm
     steps = [step for case in small.cases for step in case.get("steps", ())]
     assert {step["op"] for step in steps} == set(CALLS)
     refusals = {step["error"] for step in steps if "error" in step}
-    assert refusals == {"CapacityError", "ConfigError", "SnapshotError", "StateError"}
+    assert refusals == {"CapacityError", "ConfigError", "SnapshotError", "StateError", "UnsupportedError"}
     assert {case["same_as"] for case in small.cases if "same_as" in case} == {
         "cache plain decoding, q8_0/q5_1", "cache plain decoding, fp8/q4_0"
     }  # fmt: skip
@@ -230,7 +230,7 @@ def _allowed(folder: Path, manifest: dict[str, Any]) -> None:
 @red("cache truncate", "the cache.len[1] is 4, not 3")
 def _length(folder: Path, manifest: dict[str, Any]) -> None:
     steps = case_of(manifest, "cache truncate")["steps"]
-    (step,) = [step for step in steps if step["op"] == "snapshot"]
+    step = next(step for step in steps if step["op"] == "snapshot")
     step["after"]["len"][1] = 3
 
 

@@ -125,6 +125,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "an array that stands there twice": (lambda m, _: twice(first(m), "arrays"), "stands there twice"),
     "another format of kits": (lambda m, _: m.update(format="memra-kit-2"), "not 'memra-kit-1'"),
     "an unknown field": (lambda m, _: m.update(extra=1), "has 'extra', which it may not"),
+    "no cases": (lambda m, _: m["cases"].clear(), "cases has 0 entries"),  # which would all be green
     "a field that is missing": (lambda m, _: m.pop("files"), "lacks files"),
     "an operation that is none": (lambda m, _: first(m).update(op="system"), "op is 'system'"),
     "an argument that is missing": (lambda m, _: first(m)["args"].pop("rows"), "lacks the numbers rows"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,12 +23,57 @@ pytestmark = pytest.mark.skipif(CC is None, reason="there is no C compiler")
 MISTAKES = [
     ("formats.h", "isinf(1 / d) ? 0 : 1 / d", "1 / d"),
     ("formats.h", "fmaf(x[j], id, 8.5f)", "x[j] * id + 8.5f"),
+    ("formats.h", " && signbit(x[j])", ""),
     ("ops.h", "h % keys : h", "h * keys / heads : h"),
+    ("ops.h", " || !isfinite(bias[h])", ""),
+    ("ops.h", " || !isfinite(a[h])", ""),
     ("plan.h", "packed ? 0 : (256", "(256"),
+    ("plan.h", "d = item(get(a, \"placement\"), s, s);", ""),
+    ("plan.h", "\"swa_pattern\"), il, 1)", "\"swa_pattern\"), il, 0)"),
+    ("plan.h", " || dim < 1", ""),
+    ("cache.h", "C.state == READY && n)", "n)"),
+    ("cache.h", "C.state == READY && n)", "C.state == READY)"),
+    ("cache.h", "if (C.state == READY) return NULL;", ""),
+    ("cache.h", "    reject();\n    for (layer *l = C.at; l < C.at + C.n; l++) {\n        stand(l, 0);",
+     "    for (layer *l = C.at; l < C.at + C.n; l++) {\n        stand(l, 0);"),
     ("cache.h", "high < saved + accept ? high : saved + accept", "high"),
     ("cache.h", "C.kept[i].pos <= stands", "C.kept[i].pos < stands"),
     ("cache.h", "C.round ? 0 : C.step_rows", "C.step_rows"),
 ]
+
+
+NOT_SHOWN = {"l->len < 0"}  # no call of a kit leaves a length below 0
+LEFT_OUT = """static int left_out(int which) {
+    const char *chosen = getenv("LEFT_OUT");
+    return chosen && atoi(chosen) == which;
+}
+"""
+
+
+def alternatives(condition: str) -> list[str]:
+    """What `||` joins, outside parentheses."""
+    found, depth = [""], 0
+    for part in re.split(r"([()]|\|\|)", condition):
+        depth += (part == "(") - (part == ")")
+        if part == "||" and not depth:
+            found.append("")
+        else:
+            found[-1] += part
+    return [each.strip() for each in found]
+
+
+def one_left_out(text: str) -> tuple[str, list[str]]:
+    """The port's cache, of whose reasons to refuse a call LEFT_OUT names one that it does not know; and the reasons."""
+    reasons: list[str] = []
+
+    def guarded(match: re.Match[str]) -> str:
+        made = []
+        for each in alternatives(match[1]):
+            made.append(f"(({each}) && !left_out({len(reasons)}))")
+            reasons.append(each)
+        return f"REFUSE({' || '.join(made)}, {match[2]});"
+
+    return LEFT_OUT + re.sub(r"\bREFUSE\((.*), ([A-Z]+)\);", guarded, text), reasons
 
 
 def build(source: Path, program: Path, *options: str) -> Path:
@@ -38,8 +84,8 @@ def build(source: Path, program: Path, *options: str) -> Path:
     return program
 
 
-def run(program: Path, folder: Path) -> tuple[int, str]:
-    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the program keeps what it reads until it ends
+def run(program: Path, folder: Path, **more: str) -> tuple[int, str]:
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", **more}  # the program keeps what it reads until it ends
     done = subprocess.run([str(program), str(folder)], capture_output=True, text=True, timeout=120, env=env)
     return done.returncode, done.stdout + done.stderr
 
@@ -89,6 +135,22 @@ def test_a_port_with_one_mistake_fails_and_says_where(
     assert status == 1
     assert said.count("\n") == 1
     assert re.match(r"(append_kv|gdn_prep|plan|cache) .*: ", said), said
+
+
+def test_a_port_that_does_not_know_one_of_the_reasons_to_refuse_a_call_fails(small_kit: Path, tmp_path: Path) -> None:
+    """Each of them is shown by some call of the kit."""
+    shutil.copytree(PORT, tmp_path / "wrong")
+    text, reasons = one_left_out((PORT / "cache.h").read_text())
+    (tmp_path / "wrong" / "cache.h").write_text(text)
+    program = build(tmp_path / "wrong", tmp_path / "port", "-O1", "-w")
+    shutil.copytree(small_kit, tmp_path / "kit")
+    manifest = json.loads((small_kit / "manifest.json").read_text())
+    manifest["cases"] = [case for case in manifest["cases"] if case["op"] == "cache"]
+    (tmp_path / "kit" / "manifest.json").write_text(json.dumps(manifest))
+    assert run(program, tmp_path / "kit")[0] == 0
+    assert len(reasons) > 55
+    left = {why for which, why in enumerate(reasons) if not run(program, tmp_path / "kit", LEFT_OUT=str(which))[0]}
+    assert left == NOT_SHOWN
 
 
 def test_a_changed_byte_of_the_kit_is_noticed_by_its_digest(small_kit: Path, tmp_path: Path) -> None:

@@ -311,6 +311,8 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--soak and --soak-seed do not go with --replay" in capsys.readouterr().err
     assert cli.main(["check", "--soak", "1", "--device", "cpu"]) == 2
     assert "--device cpu: it takes auto, cuda:N or host" in capsys.readouterr().err
+    assert cli.main(["check", "--soak", "0", "--device", "host"]) == 2
+    assert "--soak 0 runs nothing: give it minutes" in capsys.readouterr().err
 
 
 # Where something is.

@@ -71,6 +71,7 @@ def edges() -> Array:
         # the last but one of these is where the f16 of d just stays finite
         *(np.full(32, x) for x in (np.nan, 0.0, -0.0, -2.5, 65504.0, 127 * 65504.0, 127 * 65519.0, 127 * 65520.0)),
         np.where(ramp % 2 == 0, 0.0, -0.0),
+        np.where(ramp % 2 == 0, -0.0, 0.0),
         (ramp - 16) * np.float32(3e38 / 16),  # differences overflow
         (ramp - 16) * np.float32(1e37),
         ramp * tiny,  # 1/d overflows

@@ -128,6 +128,9 @@ def prep_cases(rng: Rng, small: bool) -> Iterator[Case]:
         spoil(rng, args[name], 2)
     yield single("some not finite", "gdn_prep", args, tolerance=near)
     args = prep_args(rng, 2, 2, 4, 32)
+    args["dt_bias"][1], args["a"][2] = np.inf, np.nan
+    yield single("constants that are not finite", "gdn_prep", args, tolerance=near)
+    args = prep_args(rng, 2, 2, 4, 32)
     args["alpha"], args["beta_raw"] = 30 * args["alpha"], 30 * args["beta_raw"]
     yield single("gates far out", "gdn_prep", args, tolerance=near)
     own, split = ("pos_d", "health"), ("conv_out", "alpha", "beta_raw", *near, "v")

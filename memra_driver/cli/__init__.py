@@ -200,6 +200,8 @@ def check(
     if soak is not None or soak_seed is not None:
         if replay is not None:
             raise ConfigError("--soak and --soak-seed do not go with --replay")
+        if soak == 0:
+            raise ConfigError("--soak 0 runs nothing: give it minutes, 0.5 say")
         status = run_soak(opener(device), soak, soak_seed, seed, small=small, as_json=as_json)
         raise typer.Exit(status)
     from memra_driver import check as checks

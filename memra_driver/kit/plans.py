@@ -122,7 +122,7 @@ def _rules() -> Iterator[tuple[str, Entry]]:
     """Small models that each show a rule of sizing, and what is refused."""
     plain, none = FormatPolicy(), CacheOptions()
     mtp = _model(nextn_predict_layers=2)
-    for fence, placement in (([0, 2, 4], None), ([0, 2, 6], [0, 0]), ([0, 1, 3, 6], [1, 0, 1])):
+    for fence, placement in (([0, 2, 4], None), ([0, 2, 6], [0, 0]), ([0, 2, 6], [1, 0]), ([0, 1, 3, 6], [1, 0, 1])):
         title = f"fence {fence}, devices {placement}"
         yield title, args_json(mtp, 77, plain, CacheOptions(round_width=3, reserve_logits=True), fence, placement)
     one_tap = SsmConfig(conv_kernel=1, state_size=16, time_step_rank=3, group_count=1)
@@ -140,9 +140,13 @@ def _rules() -> Iterator[tuple[str, Entry]]:
     yield "query heads by layer", args_json(_model(full_attention_interval=0, ssm=None, step35=step), 9, plain, none)
     broken: list[tuple[str, ModelConfig, int, CacheOptions, Any, Any]] = [
         ("head_dim 48", _model(head_dim_k=48), 9, none, None, None),
+        ("head_dim 0", _model(head_dim_v=0), 9, none, None, None),
         ("no heads", _model(n_head_kv=0), 9, none, None, None),
+        ("2^31 elements a token", _model(n_head_kv=2**26), 9, none, None, None),
         ("9 taps", _model(ssm=SsmConfig(9, 0, 32, 4, 2)), 9, none, None, None),
         ("no ssm", _model(ssm=None), 9, none, None, None),
+        ("states of no rows", _model(ssm=SsmConfig(4, 0, 0, 4, 2)), 9, none, None, None),
+        ("no key heads", _model(ssm=SsmConfig(4, 0, 32, 4, 0)), 9, none, None, None),
         ("no states", _model(ssm=SsmConfig(4, 0, 32, 0, 2)), 9, none, None, None),
         ("max_ctx 2^31", _model(), 2**31, none, None, None),
         ("max_ctx -1", _model(), -1, none, None, None),

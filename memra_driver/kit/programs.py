@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig
+from memra_driver.config import Gemma4Config, ModelConfig, SsmConfig, Step35Config
 from memra_driver.formats import FormatPolicy
 from memra_driver.kit.files import Array, Entry
 from memra_driver.kit.plans import args_json
@@ -102,6 +102,7 @@ def programs(small: bool) -> Iterator[Program]:
     yield _snapshots_given_up()
     yield _attention_only()
     yield _borrowed()
+    yield from _without_kernels()
 
 
 def _hybrid() -> ModelConfig:
@@ -182,6 +183,8 @@ def _speculation(policy: FormatPolicy) -> Iterator[Program]:
     p.call("round", width=2)
     p.append((4, 5, 6), 1)  # refused: a replay takes the accepted rows only
     p.call("rollback", slot=0, accept=3)  # refused: two rows stand
+    p.call("advance", n=3)
+    p.call("settle")
     p.call("rollback", slot=0, accept=2)
     p.run(4)
     p.run(5)
@@ -232,12 +235,19 @@ def _device_counts() -> Program:
         same_as="plain decoding, q8_0/q5_1",
     )  # fmt: skip
     p.run(1, 2, 3)
+    p.call("snapshot", slot=1)
     p.call("round", width=3)
     p.run(4, 5, 91, advance=False)
     p.call("commit_device", count=2)
     p.call("snapshot", slot=0)  # refused: the host must settle first
+    p.call("rollback", slot=1, accept=0)
     p.append((6,), 1)
+    p.call("advance", n=1)
+    p.call("sync_d")
     p.call("digest")
+    p.call("assign", pos=5, len=[-1] * 4)
+    p.attend((5,), 1)
+    p.call("assign", pos=6, len=[-1] * 4)
     p.call("round", width=2)
     p.run(6, 92, advance=False)
     p.call("commit_device", count=1)
@@ -269,6 +279,8 @@ def _refusals() -> Program:
     p.append((1, 2), 0)  # layer 0 has no K/V
     p.conv((1, 2), 1)
     p.call("append_kv", dict(p.steps[-2][1]), layer=9)
+    p.call("conv_update", dict(p.steps[-2][1]), layer=9)
+    p.attend((1,), 0)
     p.append((1, 2, 3, 4, 5, 6, 7), 1)
     p.append((), 1)  # no rows: nothing
     p.conv((), 0)
@@ -296,12 +308,32 @@ def _refusals() -> Program:
     p.call("commit", accept=0)  # it ran nothing
     p.call("reject")
     p.call("commit", accept=0)  # it is over
+    p.call("reject")
+    p.append((4,), 3)
+    p.call("commit", accept=1)  # of a step of no round
+    p.call("rollback", slot=0, accept=0)
     p.call("advance", n=-1)
     p.call("advance", n=4)
-    p.call("assign", pos=-1, len=[-1, 2, -1, 3])
-    p.call("sync_d")
+    for pos in (-1, 7):  # out of range
+        p.call("assign", pos=pos, len=[-1, 2, -1, 3])
+        p.call("sync_d")
+        p.call("digest")
+        p.call("advance", n=1)
+        p.call("round", width=2)
+        p.append((4,), 1)
+        p.attend((4,), 1)
     p.call("assign", pos=3, len=[-1, 7, -1, 3])
+    p.call("settle")  # there is nothing to settle
     p.call("snapshot", slot=0)
+    p.append((4,), 1)
+    p.attend((4,), 1)
+    p.call("assign", pos=3, len=[-1, 3, -1, 3])
+    p.call("round", width=2)
+    p.append((4,), 1)
+    p.call("assign", pos=-1, len=[-1] * 4)
+    p.call("commit", accept=1)
+    p.call("assign", pos=3, len=[-1] * 4)
+    p.call("reject")
     p.call("assign", pos=3, len=[-1, 4, -1, 3])
     p.call("round", width=2)
     p.append((4,), 1)  # a round would give up a row
@@ -310,7 +342,9 @@ def _refusals() -> Program:
     p.call("sync_d")
     p.attend((1, 2, 3, 4, 5), 1)  # more rows than max_rows
     p.attend((4,), 1, -1)
-    p.call("reset")
+    p.call("round", width=2)
+    p.append((4,), 1)
+    p.call("reset")  # and the round is over
     p.call("rollback", slot=0, accept=0)  # of an earlier generation
     p.call("snapshot_into", slot=0)
     p.call("rollback", slot=0, accept=0)
@@ -356,6 +390,7 @@ def _attention_only() -> Program:
     p.run(1, 2, 3, 4)
     p.call("snapshot", slot=0)
     p.call("truncate", to=5)
+    p.call("truncate", to=-1)
     p.call("truncate", to=2)
     p.call("digest")
     p.call("rollback", slot=0, accept=0)  # its rows were given up
@@ -368,6 +403,19 @@ def _attention_only() -> Program:
     p.call("truncate", to=0)
     p.run(6)
     p.call("digest")
+    for pos in (1, 2, 3):  # an engine with kernels of its own
+        p.call("assign", pos=pos, len=[pos, pos])
+        p.call("sync_d")
+        if pos < 3:
+            p.call("snapshot", slot=pos)
+    p.call("rollback", slot=1, accept=2)
+    p.call("advance", n=1)  # a replay gives up nothing
+    p.call("advance", n=1)
+    p.call("rollback", slot=2, accept=0)
+    p.call("assign", pos=1, len=[1, 1])
+    p.call("advance", n=0)  # is nothing
+    p.call("assign", pos=3, len=[3, 3])
+    p.call("rollback", slot=2, accept=1)
     return p
 
 
@@ -388,3 +436,22 @@ def _borrowed() -> Program:
     p.call("advance", n=1)
     p.call("digest")
     return p
+
+
+def _without_kernels() -> Iterator[Program]:
+    """Caches that may be, with calls that no kernel serves."""
+    ssm = SsmConfig(conv_kernel=4, state_size=16, time_step_rank=2, group_count=1)
+    p = Program("no kernel for V, none for a state", ModelConfig(2, 1, 64, 32, full_attention_interval=2, ssm=ssm), 4)
+    p.run(1)
+    yield p
+    p = Program("no kernel for K", ModelConfig(1, 1, 32, 64), 4)
+    p.run(1)
+    yield p
+    heads = Step35Config((34, 3, 4, 4), (2,) * 4, (False,) * 3, 3)  # over two K/V heads; the last layer is windowed
+    cfg = ModelConfig(4, 2, 64, 64, step35=heads)
+    p = Program("no kernel for so many heads", cfg, 8, options=CacheOptions(max_rows=4))
+    p.run(1)
+    for il in (2, 3):
+        p.append((2, 3, 4, 5), il)
+        p.attend((2, 3, 4, 5), il)
+    yield p

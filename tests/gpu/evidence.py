@@ -59,7 +59,7 @@ SANITIZED_LAST = {
     ("round_rules", "graph_rules", "late_reads", "programs", "mixed", "many_layers"): (4, 2),
     ("cache", "cache_sequence", "health", "stages", "pipeline", "boundary"): (2, 1),
 }
-SANITIZED_SECONDS = 560  # for all of them
+SANITIZED_SECONDS = 540  # for all of them
 SOAK_MINUTES, SOAKS = 5, 4  # how long, and in how many processes on each GPU
 Line = tuple[str, bool, str, float]  # what, whether it passed, what it said, seconds
 
@@ -179,9 +179,10 @@ def sanitized_group(tool: str, group: tuple[str, ...], part: str, gpu: str, end:
     begin = time.monotonic()
     files = [f"tests/test_{name}.py" for name in group]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
+    command += ["--show-backtrace", "device"]  # one of Python's would keep the frames, and what they hold, alive
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, "-m", "pytest", "-qx", "--gpu", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["--part", part, *options, *files]
+    command += ["--keep-kernels", "--part", part, *options, *files]
     process = subprocess.Popen(
         command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,  # so that what it watches ends with it

@@ -135,9 +135,10 @@ static const char *attend_call(const json *s, int64_t rows, float *q, float *out
     layer *l = &C.at[from < 0 ? 0 : from];
     REFUSE(from < 0, CONFIG);
     REFUSE(!served(head_dim(C.model, il, 0), 1) || !served(head_dim(C.model, il, 1), 1), UNSUPPORTED);
+    REFUSE(heads % kv_heads(C.model, from) || heads > 16 * kv_heads(C.model, from), UNSUPPORTED);
     REFUSE(rows > num(get(C.args, "options"), "max_rows"), CAPACITY);
     REFUSE(window < 0, CONFIG);
-    REFUSE(!steppable() || C.pos < 0 || C.pos > C.max_ctx || l->len > C.max_ctx || l->len < C.pos + rows, STATE);
+    REFUSE(!steppable() || C.pos < 0 || l->len > C.max_ctx || l->len < C.pos + rows, STATE);
     if (!get(s, "window")->kind && windowed(C.model, il))
         window = num(get(C.model, get(C.model, "gemma4")->kind ? "gemma4" : "step35"), "sliding_window");
     attend(&l->c, q, out, C.state == UNSETTLED ? *C.pos_d : C.pos, (int)rows, (int)heads, (int)kv_heads(C.model, from),
@@ -149,6 +150,7 @@ static const char *reject(void) {
     REFUSE(!C.round, STATE);
     for (layer *l = C.at; l < C.at + C.n; l++)
         if (l->ran & RAN_APPEND) l->len = C.pos, *l->len_d = C.state == UNSETTLED ? *C.pos_d : (int32_t)C.pos;
+    if (C.step_rows && C.state != UNSETTLED) *C.pos_d = (int32_t)C.pos;
     C.round = 0, end_step(C.pos);
     return NULL;
 }
@@ -158,7 +160,6 @@ static const char *commit(int64_t accept, int on_device) {
     int bad = accept < 0 || accept > rows, n = bad ? 0 : (int)accept;
     REFUSE(!C.round || !rows || !lengths_hold(), STATE);
     REFUSE(bad && !on_device, CAPACITY);
-    if (!n && !on_device) return reject();
     for (layer *l = C.at; l < C.at + C.n; l++) {
         float *in[5];
         if (l->ran & RAN_SCAN) scan_tape(l, rows, in, 0);
@@ -211,7 +212,7 @@ static const char *advance(int64_t n) {
     REFUSE(C.pos + n > C.max_ctx, CAPACITY);
     if (!C.step_rows && C.state == READY && n) give_up(C.pos);
     if (n) end_step(C.pos + n), *C.pos_d = (int32_t)C.pos;
-    if (C.state == PENDING && C.pos == C.replay_to) C.state = READY, C.replay_to = 0;
+    if (n && C.state == PENDING && C.pos == C.replay_to) C.state = READY, C.replay_to = 0;
     return NULL;
 }
 
