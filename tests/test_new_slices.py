@@ -330,22 +330,26 @@ def test_new_slices_that_come_again_are_prepared_the_second_time(cuda: Any, monk
         theirs.close()
 
 
-def test_slices_that_take_turns_are_prepared_too(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with new(cuda) as cache:
-        engine = Renewing(cache, 1)
-        engine.known()
+def test_slices_that_take_turns_are_prepared_too_each_with_its_own(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new(cuda) as known, new(cuda) as other:
+        mine, theirs = Renewing(known, 1), Engine(other, 1)
+        mine.known()
+        for _ in range(LOOKED):
+            theirs.run()
+            other.advance(cuda)
         sets = []
-        for _ in range(2):
-            engine.renew()
-            sets.append(dict(engine.slices))
+        for _ in range(3):
+            mine.renew()
+            sets.append(dict(mine.slices))
         for turn in range(5):
             for each in sets:
-                engine.slices = each
-                monkeypatch.undo()
-                if turn >= 2:
+                mine.slices = each
+                if turn == 2:
                     monkeypatch.setattr(kept.Form, "takes", None)  # nobody asks it
-                engine.run()
-                cache.advance(cuda)
+                assert mine.run() == plainly(cuda, theirs.run, other)
+                known.advance(cuda)
+                other.advance(cuda)
+        alike(known, other)
 
 
 def test_slices_that_are_always_new_take_no_more_memory(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
