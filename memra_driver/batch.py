@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memra_driver.errors import ConfigError, DeviceMismatch, StateError
+from memra_driver.kept import Kept
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import CacheState, SeqC, StepOp
 from memra_driver.memory import Closing
@@ -52,7 +53,7 @@ class CacheBatch(Closing):
             raise ConfigError(f"{self.e!r} has the seven operations only, no kernels")
         self.members = tuple(caches)
         self.batch = len(caches)
-        self.prepared: dict[Any, Any] = {}  # operations that were checked
+        self.prepared = Kept()
         self.cfg, self.plan = first.cfg, first.plan
         self._table = self._upload(home=False)
         self._states = [self._state_addresses(il) for il in range(self.cfg.n_layer)]  # those in the table

@@ -42,6 +42,7 @@ from memra_driver.errors import (
     StateError,
 )
 from memra_driver.formats import FormatPolicy
+from memra_driver.kept import Kept
 from memra_driver.layers import DflashTapSink, KvLayer, RecurLayer
 from memra_driver.layout import CacheState, StepOp
 from memra_driver.memory import CHANGED, Borrowed, run_all
@@ -124,7 +125,7 @@ class Cache(CacheClock):
         self._step_ops = tuple(layout.column(c, "step_ops", np.uint32) for c in (self._kv_c, self._recur_c))
         self._attending = [(il, layer) for il, layer in enumerate(self.kv) if layer is not None]
         self.cfg = cfg
-        self.prepared = {}
+        self.prepared = Kept()
         self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
         self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced
 

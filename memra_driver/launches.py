@@ -52,10 +52,8 @@ class LaunchPlan:
     def prepare(self, context: CudaContext, stream: CudaStream, args: Sequence[Any]) -> Launch:
         """The launch of these arguments, to be run as often as wanted."""
         config = driver.launch_config(*self._fill(args), stream.handle, early=self.early)
-        block = type(self._block).from_buffer_copy(self._block)
-        pointers = (ctypes.c_void_p * len(self.layout))(*(ctypes.addressof(block) + at for at, _ in self.layout))
-        call = driver.launcher(self.handle, config, ctypes.addressof(pointers), self.kernel.name)
-        return Launch(self, context, stream, block, pointers, call, args)
+        slices = OpenWatch(each for each in args if isinstance(each, CudaSlice))
+        return Launch(self, context, stream, config, self._block, slices)
 
     def close(self) -> None:
         """The kernel is gone."""
@@ -75,21 +73,25 @@ class LaunchPlan:
 
 
 class Launch:
-    """A kernel with its arguments in place, in a block of its own.
+    """A kernel with its arguments in place, in a block of its own: a copy of the one given.
 
     `field(name).value` writes one of them over: none that the launch shape depends on.
     """
 
     def __init__(
-        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, block: Any, pointers: Any,
-        call: Callable[[], None], args: Sequence[Any],
-    ) -> None:  # fmt: skip
-        self._plan, self._context, self._stream = plan, context, stream
-        self._block, self._pointers = block, pointers  # what `call` has the address of
-        self._launch = call
+        self, plan: LaunchPlan, context: CudaContext, stream: CudaStream, config: Any, block: Any, slices: OpenWatch
+    ) -> None:
+        self._plan, self._context, self._stream, self._config = plan, context, stream, config
+        self._block, self._slices = type(block).from_buffer_copy(block), slices
+        begin = ctypes.addressof(self._block)
+        self._pointers = (ctypes.c_void_p * len(plan.layout))(*[begin + offset for offset, _ in plan.layout])
+        self._launch = driver.launcher(plan.handle, config, ctypes.addressof(self._pointers), plan.kernel.name)
         self._read: dict[str, Any] = {}  # the structs that arguments are read from
         self._fields: dict[str, Any] = {}
-        self._slices = OpenWatch(each for each in args if isinstance(each, CudaSlice))
+
+    def copy(self) -> Launch:
+        """Another launch with these arguments, all of them in its block."""
+        return Launch(self._plan, self._context, self._stream, self._config, self._block, self._slices)
 
     @property
     def is_open(self) -> bool:

@@ -30,12 +30,12 @@ import numpy as np
 
 from memra_driver.errors import CapacityError, ConfigError, UnsupportedError
 from memra_driver.interop import Operand, operand, refuse_overlap, vector
+from memra_driver.kept import NOT_KNOWN, OpKey, on_new_arrays, on_new_slices, prepare
 from memra_driver.kernels import AttendGeometry, attend_kernel, attend_pieces, attend_room, recur_split
 from memra_driver.layers import KvLayer, RecurLayer
 from memra_driver.layout import StepOp
 from memra_driver.place import has_kernels
 from memra_driver.plan import ATTEND_HEAD_DIMS, MAX_GQA, MAX_INT, SCAN_STATE_SIZES
-from memra_driver.prepared import NOT_KNOWN, OpKey, prepare
 
 if TYPE_CHECKING:
     from memra_driver.batch import CacheBatch
@@ -57,12 +57,16 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (k_rows, v_rows)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _kv(e, cache, il)
     k = _rows(e, cache, k_rows, "k_rows", (layer.kv_dim_k,))
     rows = _count(cache, k, layer.kv_dim_k)
     v = _rows(e, cache, v_rows, "v_rows", (layer.kv_dim_v,), rows)
     refuse_overlap(_planes(cache, il, "k", "v"), {"k_rows": k, "v_rows": v})
-    if rows == 0:
+    what, operands = ("append_kv", il), (k, v)
+    if rows == 0 or on_new_arrays(e, cache, what, key, given, operands):
         return
     with cache.step(e, il, StepOp.APPEND, rows) as at:
         # The device finds the length by itself where it knows better than the host.
@@ -76,7 +80,7 @@ def append_kv(e: Any, cache: Cache | CacheBatch, il: int, k_rows: Any, v_rows: A
         for member in cache.members:
             own = member.kv_layer(il)
             own.len = max(own.len, member.pos + rows)
-    prepare(e, cache, il, key, (k_rows, v_rows), il, StepOp.APPEND, rows, [("append_kv", args)])
+    prepare(e, cache, what, key, given, operands, il, StepOp.APPEND, rows, [("append_kv", args)])
 
 
 def dequant_kv(e: Any, cache: Cache, il: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
@@ -117,13 +121,17 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (x, w, out)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _recur(e, cache, il)
     inputs = _rows(e, cache, x, "x", (layer.conv_dim,))
     rows = _count(cache, inputs, layer.conv_dim)
     weights = operand(w, "w", (layer.d_conv,), _F32, e, rows=layer.conv_dim, out=False)
     result = _rows(e, cache, out, "out", (layer.conv_dim,), rows, out=True)
     refuse_overlap({"out": result} | _planes(cache, il, "conv_state"), {"x": inputs, "w": weights})
-    if rows == 0:
+    what, operands = ("conv_update", il), (inputs, weights, result)
+    if rows == 0 or on_new_arrays(e, cache, what, key, given, operands):
         return
     with cache.step(e, il, StepOp.CONV, rows) as at:
         tape = cache.tape(il, rows)[0] if cache.open_round is not None else None
@@ -132,7 +140,7 @@ def conv_update(e: Any, cache: Cache | CacheBatch, il: int, x: Any, w: Any, out:
             at.seqs, at.n_seqs, at.health, il,
         )  # fmt: skip
         e.launch("conv_update", *args)
-    prepare(e, cache, il, key, (x, w, out), il, StepOp.CONV, rows, [("conv_update", args)])
+    prepare(e, cache, what, key, given, operands, il, StepOp.CONV, rows, [("conv_update", args)])
 
 
 def gdn_prep(
@@ -156,6 +164,9 @@ def gdn_prep(
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _recur(e, cache, il)
     cache.check_readable("gdn_prep")
     _check_state_size(layer, "gdn_prep")
@@ -173,16 +184,16 @@ def gdn_prep(
         outputs[name] = _rows(e, cache, value, name, (heads,), rows, out=True)
     refuse_overlap(outputs, inputs)
     eps = _number("eps", eps)
-    if rows == 0:
+    what, operands = ("gdn_prep", il, eps, float), (*inputs.values(), *outputs.values())
+    if rows == 0 or on_new_arrays(e, cache, what, key, given, operands):
         return
     at = cache.at(il)
     args = (
-        *inputs.values(), *outputs.values(), at.pos_d, at.slot, rows, layer.num_k, heads, size, eps, at.seqs, at.n_seqs,
+        *operands, at.pos_d, at.slot, rows, layer.num_k, heads, size, eps, at.seqs, at.n_seqs,
         at.health, il,
     )  # fmt: skip
     e.launch("gdn_prep", *args)
-    given = (conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta)
-    prepare(e, cache, il, key, given, il, None, rows, [("gdn_prep", args)], (eps,))
+    prepare(e, cache, what, key, given, operands, il, None, rows, [("gdn_prep", args)])
 
 
 def gdn_scan(
@@ -201,6 +212,9 @@ def gdn_scan(
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (q, k, v, g_log, beta, out)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "gdn_scan")
     heads, size = layer.num_v, layer.state_size
@@ -213,7 +227,8 @@ def gdn_scan(
     result = _rows(e, cache, out, "out", (heads, size), rows, out=True)
     refuse_overlap({"out": result} | _planes(cache, il, "ssm_state", "ssm_state_alt"), inputs)
     scale = _number("scale", scale)
-    if rows == 0:
+    what, operands = ("gdn_scan", il, scale, float), (*inputs.values(), result)
+    if rows == 0 or on_new_arrays(e, cache, what, key, given, operands):
         return
     with cache.step(e, il, StepOp.SCAN, rows) as at:
         tape = cache.scan_tape(il, rows) if cache.open_round is not None else None
@@ -223,7 +238,7 @@ def gdn_scan(
         )  # fmt: skip
         e.launch("gdn_scan", *args)
         _swap(cache, layer)
-    prepare(e, cache, il, key, (q, k, v, g_log, beta, out), il, StepOp.SCAN, rows, [("gdn_scan", args)], (scale,))
+    prepare(e, cache, what, key, given, operands, il, StepOp.SCAN, rows, [("gdn_scan", args)])
 
 
 def recur_step(
@@ -245,6 +260,9 @@ def recur_step(
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
         return
+    given = (x, w, alpha, beta_raw, dt_bias, a, out)
+    if on_new_slices(e, cache, key, given):
+        return
     layer = _recur(e, cache, il)
     _check_state_size(layer, "recur_step")
     heads, size = layer.num_v, layer.state_size
@@ -259,7 +277,8 @@ def recur_step(
     planes = _planes(cache, il, "conv_state", "ssm_state", "ssm_state_alt")
     refuse_overlap({"out": result} | planes, inputs)
     eps, scale = _number("eps", eps), _number("scale", scale)
-    if rows == 0:
+    what, operands = ("recur_step", il, eps, float, scale, float), (*inputs.values(), result)
+    if rows == 0 or on_new_arrays(e, cache, what, key, given, operands):
         return
     with cache.step(e, il, StepOp.CONV | StepOp.SCAN, rows) as at:
         tape = cache.step_tape(il) if cache.open_round is not None else None
@@ -270,8 +289,8 @@ def recur_step(
         )  # fmt: skip
         e.launch(f"recur_step_{size}", *args)
         _swap(cache, layer)
-    given, launches = (x, w, alpha, beta_raw, dt_bias, a, out), [(f"recur_step_{size}", args)]
-    prepare(e, cache, il, key, given, il, StepOp.CONV | StepOp.SCAN, rows, launches, (eps, scale))
+    launches = [(f"recur_step_{size}", args)]
+    prepare(e, cache, what, key, given, operands, il, StepOp.CONV | StepOp.SCAN, rows, launches)
 
 
 def attend(
@@ -292,6 +311,9 @@ def attend(
     except NOT_KNOWN:
         key = known = None
     if known is not None and type(il) is int and known.again(e, cache):
+        return
+    given = (q, out)
+    if on_new_slices(e, cache, key, given):
         return
     _check_kernels(e)
     source = cache.cfg.kv_source(il)
@@ -319,7 +341,8 @@ def attend(
     cache.check_readable("attend")
     for member in cache.members:
         member.check_attend(source, rows)
-    if rows == 0:
+    what, operands = ("attend", il, scale, float, window, type(window)), (queries, result)
+    if rows == 0 or on_new_arrays(e, cache, what, key, given, operands):
         return
     at = cache.at(source)
     pieces = attend_pieces(at.n_seqs, rows * gqa)
@@ -338,7 +361,7 @@ def attend(
     launches = [(attend_kernel(e.arch, geometry, rows * gqa, pieces), sums), ("attend_combine", combined)]
     for name, args in launches:
         e.launch(name, *args)
-    prepare(e, cache, il, key, (q, out), source, None, rows, launches, (scale, window))
+    prepare(e, cache, what, key, given, operands, source, None, rows, launches)
 
 
 F32_END = 2.0**128 - 2.0**103  # from here on a double rounds to infinity

@@ -1,8 +1,7 @@
 """Eager operations that were checked once, to be enqueued again.
 
-An operation asks much of its arrays, its layer and its cache, and most of the answers cannot change. Its first call
-over slices of our own leaves a `Prepared` behind; the next call over the same slices, which their tokens tell,
-compares what can have changed.
+An operation asks much of its arrays, its layer and its cache, and most of the answers cannot change. A call over slices
+of our own leaves a `Prepared` behind, which `kept` finds again; the next call compares what can have changed.
 Where a comparison fails nothing was done, and the operation takes its usual way, which knows every rule and says what
 is wrong. So no rule is stated here: what passes here passes there.
 """
@@ -10,7 +9,6 @@ is wrong. So no rule is stated here: what passes here passes there.
 from __future__ import annotations
 
 import array
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from memra_driver.layout import (
     LEN_WORD,
     POS_WORD,
     CacheC,
-    CacheState,
     KvLayerC,
     RecurLayerC,
     StepOp,
@@ -29,7 +26,7 @@ from memra_driver.layout import (
     stand_of,
     words,
 )  # fmt: skip
-from memra_driver.memory import CHANGED, Borrowed, CudaSlice, CudaView, OpenWatch
+from memra_driver.memory import CHANGED, OpenWatch
 from memra_driver.place import Action, run_actions
 
 if TYPE_CHECKING:
@@ -37,48 +34,7 @@ if TYPE_CHECKING:
     from memra_driver.cache import Cache
     from memra_driver.launches import Launch
 
-_OURS = frozenset({CudaSlice, CudaView, Borrowed})
-_PLAIN = frozenset({float, int, type(None)})  # of other types equal values may mean different things
-_MOST = 1024  # operations that a cache keeps; an engine whose arrays are always new ones would collect them without end
-OpKey = tuple[Any, ...] | None  # its name, il, each value with its type, the token of each operand; None: no such
-NOT_KNOWN = (AttributeError, TypeError)  # of an operand that is no slice of ours, a value that has no hash
-
-Launches = Sequence[tuple[str, tuple[Any, ...]]]  # kernel and arguments
 Again = Callable[[Any, Any], bool]  # of a device and a cache or batch
-
-
-def prepare(
-    e: Any, cache: Cache | CacheBatch, il: Any, key: OpKey, operands: tuple[Any, ...], source: int,
-    op: StepOp | None, rows: int, launches: Launches, values: tuple[Any, ...] = (),
-) -> None:  # fmt: skip
-    """Keeps an operation that was enqueued just now; the slices may die before it.
-
-    source: the layer whose structs it reads. op: what it is of a step; None where it changes nothing. Kept are
-    operations outside a capture, on a device that prepares launches, over slices of our own.
-    """
-    if key is None or open_captures or not getattr(e, "prepares", False):
-        return
-    if type(il) is not int or not all(map(_is_plain, values)) or any(type(each) not in _OURS for each in operands):
-        return
-    if any(member.state is not CacheState.READY for member in cache.members):
-        return
-    known, owner, kept = Prepared(e, cache, source, op, rows, launches), weakref.ref(cache), cache.prepared
-
-    def forget(_: Any) -> None:
-        alive = owner()  # not `kept`: that would be a cycle, and the device would stay with it
-        if alive is not None:
-            alive.prepared.pop(key, None)
-
-    if len(kept) >= _MOST:
-        kept.clear()
-    known.watch.refs = [weakref.ref(each, forget) for each in operands]
-    kept[key] = known
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether what is equal to this value and of its type means the same."""
-    kind = type(value)
-    return kind in _PLAIN and not (kind is float and value == 0)  # zero has either sign
 
 
 def enqueue(
@@ -125,7 +81,7 @@ class _Watch:
 
 
 class Prepared:
-    """One operation with its arguments in place. It holds C structs and addresses: no cache, and no operand.
+    """One operation, and its launches with arguments in place. It holds C structs and addresses: no cache, no operand.
 
     again(e, cache) enqueues and notes it once more over the same operands; False, and nothing done, where that may be
     wrong. It is a closure over all that a call needs: an attribute costs a call as much as a comparison does.
@@ -134,17 +90,16 @@ class Prepared:
     __slots__ = ("__weakref__", "again", "watch")
 
     def __init__(
-        self, e: Any, cache: Cache | CacheBatch, il: int, op: StepOp | None, rows: int, launches: Launches
+        self, e: Any, cache: Cache | CacheBatch, il: int, op: StepOp | None, rows: int, launches: list[Launch]
     ) -> None:
-        made = [e.prepare(name, args) for name, args in launches]
         if cache.batch is not None:
             d = cache.plan.device_of(il)
             names = KvLayer.PLANES if cache.members[0].kv[il] is not None else RecurLayer.PLANES
             planes = OpenWatch(member.planes[name, il, d] for member in cache.members for name in names)
-            self.watch = _Watch(made, planes)
+            self.watch = _Watch(launches, planes)
             self.again = _of_batch(e, self.watch, cache.members, il, int(op or 0), rows)
             return
-        self.watch = _Watch(made, None)
+        self.watch = _Watch(launches, None)
         (single,) = cache.members
         kind = _reading if op is None else _appending if op is StepOp.APPEND else _recurring
         self.again = kind(e, self.watch, single, il, int(op or 0), rows)
@@ -161,6 +116,8 @@ _SSM, _ALT, _PLANES_END = (
 _STATES = slice(_SSM, _PLANES_END)
 _OPS_AND_SWAPS = slice(RecurLayerC.step_ops.offset, RecurLayerC.step_ops.offset + 8)  # of which swaps is the upper half
 _ONE_SWAP = 1 << 32
+_LOGITS, _SNAPSHOTS = CacheC.logits_at.offset // 8, CacheC.snapshots.offset // 8
+_STEP = 1  # of what stand_of gives
 
 
 def _span(layer_c: Any, first: Any, end: Any) -> tuple[memoryview, memoryview]:
@@ -335,7 +292,7 @@ def _advancing(e: Any, watch: _Watch, cache: Cache) -> Callable[[Any, Any, int],
         run_actions(calls, owner.taint)
         for ran in step_ops:
             ran.fill(0)
-        stand[1], clock[POS_WORD] = 0, end
+        stand[_STEP], clock[POS_WORD] = 0, end
         return True
 
     return again
@@ -389,11 +346,15 @@ def _of_batch(e: Any, watch: _Watch, caches: Sequence[Cache], il: int, op: int, 
             calls[0]()
             for i, member in enumerate(members):
                 if appends:
-                    member.layer[LEN_WORD] = max(member.layer[LEN_WORD], member.clock[POS_WORD] + rows)
+                    end = member.clock[POS_WORD] + rows
+                    if member.layer[LEN_WORD] < end:
+                        member.layer[LEN_WORD] = end
                 if opens:
-                    batch.members[i].note_step(member.layer_c, op, rows)
-                else:  # the step is open: there is nothing else to note
-                    member.layer32[ops_at] |= op
+                    if member.clock[_LOGITS] > member.clock[POS_WORD] or member.clock[_SNAPSHOTS]:  # may be given up
+                        batch.members[i].note_step(member.layer_c, op, rows)
+                        continue
+                    member.stand[_STEP] = rows
+                member.layer32[ops_at] |= op
         except MemraError:
             raise
         except BaseException:

@@ -25,6 +25,7 @@ from memra_driver.snapshot import CacheSnapshot
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
     from memra_driver.graph import Graph
+    from memra_driver.kept import Kept
     from memra_driver.round import Round
 
 
@@ -58,7 +59,7 @@ class CacheRules:
     recur: list[RecurLayer | None]
     plan: CachePlan
     _planes: Planes
-    prepared: dict[Any, Any]  # operations that were checked, by prepared.key_of
+    prepared: Kept
     _round: Round | None = None
     _c: layout.CacheC
     _attending: list[tuple[int, KvLayer]]

@@ -52,7 +52,7 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 
 def _on_new_slices(bench: Bench, work: Workload) -> float:
-    """An append over slices that it has not seen, which is asked everything once more."""
+    """An append over slices that it has not seen, of lengths that it has; the making of two views is part of it."""
     layer = work.caches[0].kv_layer(work.attention[0])
     dims = layer.kv_dim_k, layer.kv_dim_v
     return work.host_seconds(
