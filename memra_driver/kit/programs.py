@@ -330,10 +330,15 @@ def _refusals() -> Program:
     p.call("assign", pos=3, len=[-1, 3, -1, 3])
     p.call("round", width=2)
     p.append((4,), 1)
-    p.call("assign", pos=-1, len=[-1] * 4)
-    p.call("commit", accept=1)
+    for pos in (-1, 6):  # 6: behind its row it would be out of range
+        p.call("assign", pos=pos, len=[-1] * 4)
+        p.call("commit", accept=1)
     p.call("assign", pos=3, len=[-1] * 4)
     p.call("reject")
+    p.call("round", width=2)
+    p.append((4,), 1)
+    p.call("assign", pos=3, len=[-1, 7, -1, 7])  # no length is in the way of a commit
+    p.call("commit", accept=1)
     p.call("assign", pos=3, len=[-1, 4, -1, 3])
     p.call("round", width=2)
     p.append((4,), 1)  # a round would give up a row

@@ -158,7 +158,7 @@ static const char *reject(void) {
 static const char *commit(int64_t accept, int on_device) {
     int64_t rows = C.step_rows, base = on_device || C.state == UNSETTLED ? *C.pos_d : C.pos;
     int bad = accept < 0 || accept > rows, n = bad ? 0 : (int)accept;
-    REFUSE(!C.round || !rows || !lengths_hold(), STATE);
+    REFUSE(!C.round || !rows || C.pos < 0 || C.pos + rows > C.max_ctx, STATE);
     REFUSE(bad && !on_device, CAPACITY);
     for (layer *l = C.at; l < C.at + C.n; l++) {
         float *in[5];
