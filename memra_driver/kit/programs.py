@@ -452,8 +452,8 @@ def _without_kernels() -> Iterator[Program]:
     p = Program("no kernel for K", ModelConfig(1, 1, 32, 64), 4)
     p.run(1)
     yield p
-    heads = Step35Config((34, 3, 4, 4), (2,) * 4, (False,) * 3, 3)  # over two K/V heads; the last layer is windowed
-    cfg = ModelConfig(4, 2, 64, 64, step35=heads)
+    heads = Step35Config((34, 3, 4, 4, 0), (2,) * 5, (False,) * 3, 3)  # over two K/V heads; layers 3 and 4 are windowed
+    cfg = ModelConfig(5, 2, 64, 64, step35=heads)
     p = Program("no kernel for so many heads", cfg, 8, options=CacheOptions(max_rows=4))
     p.run(1)
     for il in (2, 3):
