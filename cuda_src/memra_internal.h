@@ -23,6 +23,7 @@ typedef struct memra_failure {
 } memra_failure;
 
 void memra_keep(memra_failure *first, int status);
+void memra_keep_any(memra_failure *first, int status);  /* that one as well, where nothing comes to an end */
 int memra_kept(const memra_failure *first);  /* its status; sentence and driver's code are the last ones again */
 int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
 int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
