@@ -275,6 +275,7 @@ int memra_check_recording(memra_cache *cache, const char *what);  /* in a captur
 int memra_check_readable(memra_cache *cache, const char *what);   /* an operation that changes nothing */
 int memra_check_replay(const memra_cache *cache, const char *what, int64_t rows);
 int memra_check_length(const memra_cache *cache, const char *name, int64_t value);
+int memra_check_layer_length(const memra_cache *cache, int64_t il);  /* of a layer that has K/V */
 int memra_check_lengths(const memra_cache *cache);
 int memra_check_replayable(const memra_cache *cache, const char *what, int64_t need);
 int memra_check_not_ahead(const memra_cache *cache, int32_t il);

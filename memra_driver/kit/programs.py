@@ -327,6 +327,8 @@ def _refusals() -> Program:
     p.call("snapshot", slot=0)
     p.append((4,), 1)
     p.attend((4,), 1)
+    p.call("assign", pos=2, len=[-1] * 4)
+    p.attend((3,), 3)  # whose own length is in range
     p.call("assign", pos=3, len=[-1, 3, -1, 3])
     p.call("round", width=2)
     p.append((4,), 1)
