@@ -79,7 +79,7 @@ def prepare(
     if is_new:
         _make_room(forms)
         forms[form] = None
-    if is_new and key is not None and all(type(each) in _OURS for each in given):
+    if is_new and _says_all(key, given):
         _keep(cache, key, given, Prepared(e, cache, source, op, rows, made))
     else:
         forms[form] = Form(e, cache, source, op, rows, launches, made)
@@ -108,7 +108,7 @@ def on_new_arrays(
         place.value = each.ptr
     if not form.prepared.again(e, cache):
         return False
-    if key is not None and all(type(each) in _OURS for each in given):
+    if key is not None and _says_all(key, given):
         _note(e, cache, key, given, form)
     return True
 
@@ -148,6 +148,13 @@ def _keep(cache: Cache | CacheBatch, key: OpKey, slices: tuple[Any, ...], known:
         dict.clear(kept)  # the forms stay
     known.watch.refs = [weakref.ref(each, forget) for each in slices]
     kept[key] = known
+
+
+def _says_all(key: OpKey, given: tuple[Any, ...]) -> bool:
+    """Whether a call with an equal key is the same call: of slices of our own, and values that nobody can change."""
+    if key is None or not all(type(each) in _OURS for each in given):
+        return False
+    return all(type(value) in _PLAIN or isinstance(value, np.generic) for value in key[2 : -len(given) : 2])
 
 
 def _is_plain(value: Any) -> bool:
