@@ -181,7 +181,8 @@ class Form:
                     self.places.append((launch.field(field), value.nbytes))
                     self.writes |= not kind.startswith("const ")
         owners = [each for member in cache.members for each in member._owners if isinstance(each, CudaSlice)]
-        memory = sorted((each.ptr, each.ptr + each.nbytes) for each in owners if each.nbytes)
+        # _ptr: what somebody closed is no error here, where the operation was enqueued already.
+        memory = sorted((each._ptr, each._ptr + each.nbytes) for each in owners if each.nbytes)
         self.begins, self.ends = [begin for begin, _ in memory], [end for _, end in memory]  # of what the cache owns
 
     def takes(self, slices: tuple[Any, ...]) -> bool:

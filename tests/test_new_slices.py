@@ -576,6 +576,36 @@ def test_a_scale_of_minus_zero_is_not_that_of_zero(cuda: Any) -> None:
         theirs.close()
 
 
+PLANES: dict[str, Callable[[Cache], Any]] = {
+    "K of another layer": lambda cache: cache.kv[ATTENTION + 4].k,
+    "another layer's state": lambda cache: cache.recur[RECURRENT + 4].ssm_state,
+    "a state that a convolution leaves alone": lambda cache: cache.recur[RECURRENT].ssm_state_alt,
+}
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("plane", PLANES.values(), ids=PLANES)
+def test_an_operation_without_need_of_a_plane_that_somebody_closed_ends_without_an_error(
+    make_dev: MakeDev, plane: Callable[[Cache], Any], arena: bool
+) -> None:
+    e = make_dev("cuda", arena=arena)
+    for steps_before in range(LOOKED + 1):
+        with new(e) as cache:
+            engine = Renewing(cache, 1)
+            for _ in range(steps_before):
+                engine.append()
+                engine.conv()
+                cache.advance(e)
+                engine.renew()
+            plane(cache).close()
+            for _ in range(3):
+                for op in (engine.append, engine.conv):
+                    op()
+                cache.advance(e)
+                engine.renew()
+            engine.close()
+
+
 def test_kernels_that_were_unloaded_are_loaded_anew(make_dev: MakeDev) -> None:
     e = make_dev("cuda")
     with new(e) as cache:
