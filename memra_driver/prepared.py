@@ -196,9 +196,9 @@ def _appending(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int)
         if not pos <= stands <= max_ctx or (width and stands != pos):
             return False
         end = pos + rows
-        if stands < end:
-            layer[LEN_WORD] = end  # the launch takes it from there
         try:
+            if stands < end:
+                layer[LEN_WORD] = end  # the launch takes it from there
             call()
             if opens:
                 owner.note_step(layer_c, op, rows)
