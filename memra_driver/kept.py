@@ -79,7 +79,7 @@ def prepare(
     if is_new:
         _make_room(forms)
         forms[form] = None
-    if is_new and key is not None and all(type(each) in _OURS for each in given):
+    if is_new and _says_all(key, given):
         _keep(cache, key, given, Prepared(e, cache, source, op, rows, made))
     else:
         forms[form] = Form(e, cache, source, op, rows, launches, made)
@@ -108,7 +108,7 @@ def on_new_arrays(
         place.value = each.ptr
     if not form.prepared.again(e, cache):
         return False
-    if key is not None and all(type(each) in _OURS for each in given):
+    if key is not None and _says_all(key, given):
         _note(e, cache, key, given, form)
     return True
 
@@ -150,6 +150,13 @@ def _keep(cache: Cache | CacheBatch, key: OpKey, slices: tuple[Any, ...], known:
     kept[key] = known
 
 
+def _says_all(key: OpKey, given: tuple[Any, ...]) -> bool:
+    """Whether a call with an equal key is the same call: of slices of our own, and values that nobody can change."""
+    if key is None or not all(type(each) in _OURS for each in given):
+        return False
+    return all(type(value) in _PLAIN or isinstance(value, np.generic) for value in key[2 : -len(given) : 2])
+
+
 def _is_plain(value: Any) -> bool:
     """Whether what is equal to this value and of its type means the same."""
     kind = type(value)
@@ -174,7 +181,8 @@ class Form:
                     self.places.append((launch.field(field), value.nbytes))
                     self.writes |= not kind.startswith("const ")
         owners = [each for member in cache.members for each in member._owners if isinstance(each, CudaSlice)]
-        memory = sorted((each.ptr, each.ptr + each.nbytes) for each in owners if each.nbytes)
+        # _ptr: what somebody closed is no error here, where the operation was enqueued already.
+        memory = sorted((each._ptr, each._ptr + each.nbytes) for each in owners if each.nbytes)
         self.begins, self.ends = [begin for begin, _ in memory], [end for _, end in memory]  # of what the cache owns
 
     def takes(self, slices: tuple[Any, ...]) -> bool:

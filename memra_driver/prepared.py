@@ -196,9 +196,9 @@ def _appending(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int)
         if not pos <= stands <= max_ctx or (width and stands != pos):
             return False
         end = pos + rows
-        if stands < end:
-            layer[LEN_WORD] = end  # the launch takes it from there
         try:
+            if stands < end:
+                layer[LEN_WORD] = end  # the launch takes it from there
             call()
             if opens:
                 owner.note_step(layer_c, op, rows)
@@ -222,7 +222,8 @@ def _recurring(e: Any, watch: _Watch, cache: Cache, il: int, op: int, rows: int)
     outside, inside = ready_stand(0, width), ready_stand(rows, width)
     recur = cache.recur[il]
     assert recur is not None  # what runs these operations
-    layer_c, home, away = recur._c, recur.home.ptr, recur.away.ptr
+    layer_c = recur._c
+    home, away = layer_c.home, layer_c.away
     planes, now = _span(layer_c, RecurLayerC.conv_state, RecurLayerC.conv_dim)
     at_home, swapped = _with_states(now, home, away), _with_states(now, away, home)
     states, to_home, to_swapped = planes[_STATES], at_home[_STATES], swapped[_STATES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -528,6 +529,58 @@ def test_an_interrupt_taints(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None
         engine.close()
 
 
+def _interrupted_at(line: int, do: Callable[[], None]) -> bool:
+    """Whether `do` came to so many lines of the package, behind which it was interrupted."""
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if "memra_driver" not in frame.f_globals.get("__name__", ""):
+            return None
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("name", ["append", "conv", "recur"])
+def test_an_interrupt_anywhere_taints_or_comes_before_or_behind_all_of_it(
+    cuda: Any, standin: StandIn, name: str
+) -> None:
+    line = 0
+    interrupted = True
+    while interrupted:
+        line += 1
+        with new(cuda) as cache:
+            engine = Renewing(cache, 1, fused=0)
+            op = getattr(engine, name)
+            for _ in range(LOOKED):
+                op()
+                cache.advance(cuda)
+                engine.renew()
+            engine.as_it_is()
+            layers = cache.kv[ATTENTION], cache.recur[RECURRENT]
+            standin.clear_trace()
+            before = [cache.step_rows, layers[0].len, layers[1].swaps]
+            interrupted = _interrupted_at(line, op)
+            moved = [cache.step_rows, layers[0].len, layers[1].swaps] != before
+            assert cache.state is CacheState.TAINTED or moved == bool(standin.launches())
+            engine.close()
+    assert line > 20
+
+
 def test_a_window_without_a_hash_is_taken_as_at_first(cuda: Any) -> None:
     with new(cuda) as cache:
         engine = Renewing(cache, 1)
@@ -574,6 +627,36 @@ def test_a_scale_of_minus_zero_is_not_that_of_zero(cuda: Any) -> None:
             mine.renew()
         mine.close()
         theirs.close()
+
+
+PLANES: dict[str, Callable[[Cache], Any]] = {
+    "K of another layer": lambda cache: cache.kv[ATTENTION + 4].k,
+    "another layer's state": lambda cache: cache.recur[RECURRENT + 4].ssm_state,
+    "a state that a convolution leaves alone": lambda cache: cache.recur[RECURRENT].ssm_state_alt,
+}
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("plane", PLANES.values(), ids=PLANES)
+def test_an_operation_without_need_of_a_plane_that_somebody_closed_ends_without_an_error(
+    make_dev: MakeDev, plane: Callable[[Cache], Any], arena: bool
+) -> None:
+    e = make_dev("cuda", arena=arena)
+    for steps_before in range(LOOKED + 1):
+        with new(e) as cache:
+            engine = Renewing(cache, 1)
+            for _ in range(steps_before):
+                engine.append()
+                engine.conv()
+                cache.advance(e)
+                engine.renew()
+            plane(cache).close()
+            for _ in range(3):
+                for op in (engine.append, engine.conv):
+                    op()
+                cache.advance(e)
+                engine.renew()
+            engine.close()
 
 
 def test_kernels_that_were_unloaded_are_loaded_anew(make_dev: MakeDev) -> None:

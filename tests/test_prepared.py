@@ -377,6 +377,31 @@ def test_a_layer_number_of_another_type_is_taken_as_at_first(cuda: Any) -> None:
         engine.close()
 
 
+class Changing:
+    """A scale of somebody's own, such as a tensor of one element, which may be another number at the next call."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def test_a_scale_that_is_another_number_by_now_is_taken_as_it_is(cuda: Any) -> None:
+    with new(cuda) as cache:
+        engine, scale = Engine(cache, 2), Changing(0.5)  # the second row sees two keys
+        engine.append()
+        outs = []
+        for value in (0.5, 0.5, 0.5, 2.0, 0.5, 2.0):
+            scale.value = value
+            for given in (scale, value):
+                engine.slice(ATTENTION, "attended", 4 * 64).copy_from(np.zeros(2 * 4 * 64, np.float32))
+                engine.attend(scale=given)
+                outs.append(engine.slices[ATTENTION, "attended"].to_numpy().tobytes())
+        assert outs[::2] == outs[1::2]
+        engine.close()
+
+
 def test_a_scale_of_minus_zero_is_not_that_of_zero(cuda: Any) -> None:
     with new(cuda) as known, new(cuda) as other:
         mine, theirs = Engine(known, 1), Engine(other, 1)
