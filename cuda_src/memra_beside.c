@@ -216,8 +216,8 @@ int memra_clear_health(memra_cache *cache) {
         status = memra_clear(memra_device_at(cache, cleared), cache->devices[cleared].health.ptr, sizeof(memra_health));
         cleared += status == MEMRA_OK;
     }
-    memra_failure first = {.status = status};
-    if (status != MEMRA_OK) snprintf(first.sentence, sizeof first.sentence, "%s", memra_last_error());
+    memra_failure first = {0};
+    memra_keep_any(&first, status);
     for (int32_t d = 0; d < cleared && cleared < n; d++)
         if (memra_upload(memra_device_at(cache, d), cache->devices[d].health.ptr, &found[d], sizeof *found) != MEMRA_OK)
             snprintf(first.sentence + strlen(first.sentence), sizeof first.sentence - strlen(first.sentence),

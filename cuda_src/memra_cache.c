@@ -6,7 +6,6 @@
 
 #include <inttypes.h>
 #include <stdatomic.h>
-#include <stdio.h>
 
 static const uint64_t first_id = (uint64_t)1 << 32; /* Python counts its caches from 1 */
 static _Atomic uint64_t n_born;
@@ -209,10 +208,10 @@ static int birth(const memra_plan_own *plan, memra_device *const *devices, memra
         *cache = &own->cache;
         return MEMRA_OK;
     }
-    char why[1024];
-    snprintf(why, sizeof why, "%s", memra_last_error());
+    memra_failure first = {0};
+    memra_keep_any(&first, status);
     (void)release(own);
-    return memra_fail(status, "%s", why);
+    return memra_kept(&first);
 }
 
 /* The devices without repetition, and the index of each stage's among them. */

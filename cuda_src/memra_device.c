@@ -5,7 +5,6 @@
 #include "memra_internal.h"
 
 #include <pthread.h>
-#include <stdio.h>
 
 enum {
     CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MEMORY_POOLS_SUPPORTED = 115, /* CUdevice_attribute */
@@ -206,9 +205,7 @@ int memra_device_open(const memra_device_options *options, memra_device **device
     memra_failure first = {0};
     const int status = open_parts(made, options);
     if (status != MEMRA_OK) {
-        first.status = status;
-        first.driver_code = memra_last_driver_code();
-        snprintf(first.sentence, sizeof first.sentence, "%s", memra_last_error());
+        memra_keep_any(&first, status);
         (void)take_apart(made, &first, memra_device_is_alive(made));
         (void)memra_cu.cuCtxSetCurrent(before);
         return memra_kept(&first);

@@ -24,7 +24,11 @@ void memra_fail_more(const char *more) {
 
 void memra_keep(memra_failure *first, int status) {
     const bool is_gone = driver_code == DEINITIALIZED || driver_code == CONTEXT_IS_DESTROYED;
-    if (status == MEMRA_OK || first->status != MEMRA_OK || (status == MEMRA_ERR_DRIVER && is_gone)) return;
+    if (status != MEMRA_ERR_DRIVER || !is_gone) memra_keep_any(first, status);
+}
+
+void memra_keep_any(memra_failure *first, int status) {
+    if (status == MEMRA_OK || first->status != MEMRA_OK) return;
     first->status = status;
     first->driver_code = driver_code;
     memcpy(first->sentence, sentence, sizeof sentence);

@@ -187,10 +187,11 @@ static int instantiate(struct memra_graph *graph, bool *open) {
             discard(graph->device, open);
         return memra_cuda_status("cuStreamEndCapture()", ended);
     }
-    int status = MEMRA_CU(cuGraphInstantiateWithFlags, (&graph->exec, made, 0));
-    const int destroyed = MEMRA_CU(cuGraphDestroy, (made));
-    if (status == MEMRA_OK) status = destroyed;
-    return status == MEMRA_OK ? MEMRA_CU(cuGraphUpload, (graph->exec, graph->device->stream)) : status;
+    memra_failure first = {0};
+    memra_keep_any(&first, MEMRA_CU(cuGraphInstantiateWithFlags, (&graph->exec, made, 0)));
+    memra_keep_any(&first, MEMRA_CU(cuGraphDestroy, (made)));
+    MEMRA_TRY(memra_kept(&first));
+    return MEMRA_CU(cuGraphUpload, (graph->exec, graph->device->stream));
 }
 
 int memra_capture_end(memra_device *device, memra_graph **graph) {
@@ -200,17 +201,17 @@ int memra_capture_end(memra_device *device, memra_graph **graph) {
     struct memra_graph *made = device->recording;
     if (made == NULL) return memra_fail(MEMRA_ERR_STATE, "no capture is open on this device");
     bool open = false;
-    int status = made->flags & MEMRA_CAPTURE_YOURS ? MEMRA_OK : instantiate(made, &open);
-    if (open) return status; /* it can be ended again, or abandoned */
+    memra_failure first = {0};
+    memra_keep_any(&first, made->flags & MEMRA_CAPTURE_YOURS ? MEMRA_OK : instantiate(made, &open));
+    if (open) return first.status; /* it can be ended again, or abandoned */
     device->recording = NULL;
     if (of_thread == made) of_thread = NULL;
     made->is_recording = false;
-    const int finished = finish(made);
-    if (status == MEMRA_OK) status = finished;
-    if (status != MEMRA_OK) {
+    memra_keep_any(&first, finish(made));
+    if (first.status != MEMRA_OK) {
         if (made->exec != NULL) memra_cu.cuGraphExecDestroy(made->exec);
         free_graph(made);
-        return status;
+        return memra_kept(&first);
     }
     made->next = device->graphs;
     device->graphs = made;

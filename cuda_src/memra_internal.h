@@ -23,6 +23,7 @@ typedef struct memra_failure {
 } memra_failure;
 
 void memra_keep(memra_failure *first, int status);
+void memra_keep_any(memra_failure *first, int status);  /* that one as well, where nothing comes to an end */
 int memra_kept(const memra_failure *first);  /* its status; sentence and driver's code are the last ones again */
 int memra_fail_driver(const char *call, int code);  /* MEMRA_ERR_OUT_OF_MEMORY for code 2, else MEMRA_ERR_DRIVER */
 int memra_check_size(const char *type, uint32_t found, size_t expected);  /* MEMRA_ERR_ABI where they differ */
@@ -274,6 +275,7 @@ int memra_check_recording(memra_cache *cache, const char *what);  /* in a captur
 int memra_check_readable(memra_cache *cache, const char *what);   /* an operation that changes nothing */
 int memra_check_replay(const memra_cache *cache, const char *what, int64_t rows);
 int memra_check_length(const memra_cache *cache, const char *name, int64_t value);
+int memra_check_layer_length(const memra_cache *cache, int64_t il);  /* of a layer that has K/V */
 int memra_check_lengths(const memra_cache *cache);
 int memra_check_replayable(const memra_cache *cache, const char *what, int64_t need);
 int memra_check_not_ahead(const memra_cache *cache, int32_t il);

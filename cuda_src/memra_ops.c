@@ -63,7 +63,7 @@ int memra_dequant_kv(
     MEMRA_TRY(memra_check_readable(cache, "dequant_kv"));
     MEMRA_TRY(memra_check_not_recording(cache, "dequant_kv"));
     MEMRA_TRY(memra_check_state(cache, "dequant_kv", MEMRA_IN(MEMRA_READY) | MEMRA_IN(MEMRA_PENDING_REPLAY)));
-    MEMRA_TRY(memra_check_lengths(cache));
+    MEMRA_TRY(memra_check_layer_length(cache, il));
     if (start < 0 || start > stop || stop > layer->len)
         return memra_fail(
             MEMRA_ERR_CAPACITY, "layer %" PRId32 ": rows %" PRId64 " .. %" PRId64 "; 0 .. %" PRId64 " stand", il, start,
@@ -266,7 +266,8 @@ int memra_attend(
         return memra_fail(
             MEMRA_ERR_CONFIG, "attend: window %" PRId32 "; it is the number of keys that a row sees, 0 for all", window);
     MEMRA_TRY(memra_check_readable(cache, "attend"));
-    MEMRA_TRY(memra_check_lengths(cache));
+    MEMRA_TRY(memra_check_length(cache, "pos", cache->pos));
+    MEMRA_TRY(memra_check_layer_length(cache, source));
     if (layer->len < cache->pos + rows)
         return memra_fail(
             MEMRA_ERR_STATE, "layer %" PRId32 ": attend of %" PRId64 " rows at position %" PRId64 ", but only %" PRId64

@@ -50,14 +50,17 @@ int memra_check_length(const memra_cache *cache, const char *name, int64_t value
         MEMRA_ERR_STATE, "%s is %" PRId64 "; it must lie in 0 .. %" PRId64, name, value, cache->max_ctx);
 }
 
+int memra_check_layer_length(const memra_cache *cache, int64_t il) {
+    char name[48];
+    if (cache->kv[il].len >= 0 && cache->kv[il].len <= cache->max_ctx) return MEMRA_OK;
+    snprintf(name, sizeof name, "layer %" PRId64 ": len", il);
+    return memra_check_length(cache, name, cache->kv[il].len);
+}
+
 int memra_check_lengths(const memra_cache *cache) {
     MEMRA_TRY(memra_check_length(cache, "pos", cache->pos));
-    for (int64_t il = 0; il < cache->n_layer; il++) {
-        char name[48];
-        if (!cache->kv[il].present) continue;
-        snprintf(name, sizeof name, "layer %" PRId64 ": len", il);
-        MEMRA_TRY(memra_check_length(cache, name, cache->kv[il].len));
-    }
+    for (int64_t il = 0; il < cache->n_layer; il++)
+        if (cache->kv[il].present) MEMRA_TRY(memra_check_layer_length(cache, il));
     return MEMRA_OK;
 }
 
@@ -284,14 +287,14 @@ int memra_step_check(memra_cache *cache, int32_t il, uint32_t op, int64_t rows) 
             name_of(ran));
     MEMRA_TRY(memra_check_replay(cache, name, rows));
     MEMRA_TRY(memra_check_length(cache, "pos", cache->pos));
-    const memra_kv_layer *kv = op == MEMRA_OP_APPEND ? &cache->kv[il] : NULL;
-    if (kv != NULL && (kv->len < 0 || kv->len > cache->max_ctx)) return memra_check_lengths(cache);
+    const bool appends = op == MEMRA_OP_APPEND;
+    if (appends) MEMRA_TRY(memra_check_layer_length(cache, il));
     if (rows > cache->max_ctx - cache->pos)
         return memra_fail(
             MEMRA_ERR_CAPACITY,
             "layer %" PRId32 ": %" PRId64 " rows behind len %" PRId64 " need %" PRId64 " tokens; max_ctx is %" PRId64,
             il, rows, cache->pos, cache->pos + rows, cache->max_ctx);
-    if (kv == NULL) return MEMRA_OK;
+    if (!appends) return MEMRA_OK;
     MEMRA_TRY(memra_check_not_behind(cache, il));
     return cache->round_width || memra_recording(cache) != NULL ? memra_check_not_ahead(cache, il) : MEMRA_OK;
 }

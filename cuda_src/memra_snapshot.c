@@ -15,7 +15,7 @@ typedef struct own {
 /* Returns the first failure of the driver, `status` being one that came before. */
 static int free_own(own *made, int status) {
     memra_failure first = {0};
-    memra_keep(&first, status);
+    memra_keep_any(&first, status);
     for (int32_t i = 0; i < made->n_allocations; i++) {
         memra_device *device = memra_device_find(made->handles[i]);
         memra_device_give_back(device, made->allocations[i], &first);

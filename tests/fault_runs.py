@@ -245,8 +245,11 @@ class Sweep:
         assert re.match(rf"{name}\w*\(", told.call), f"call {nth} of {calls} failed; the error is of {told.call}"
         tally.add("fault points")
         for frame, _ in traceback.walk_tb(told.__traceback__):
-            name = frame.f_locals.get("name") if frame.f_code is Library.call.__code__ else None
-            reached.add(frame.f_code if name is None else name)
+            if frame.f_code is Library.call.__code__:
+                reached.add(frame.f_locals["name"])
+                assert frame.f_locals["self"].ask("memra_last_driver_code") == CODE, frame.f_locals["name"]
+            else:
+                reached.add(frame.f_code)
         self._give_back()
         return told.with_traceback(None)
 

@@ -303,7 +303,11 @@ def test_results_survive_a_file(tmp_path: Path) -> None:
     assert report.read(path) == json.loads(path.read_text()) == rows_and_rates()
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"rows": [{"nothing": 1}]}', '{"rows": []}'])
+OTHERS = [None, "", "[]", "{}", '{"rows": [{"nothing": 1}]}', '{"rows": []}']
+OTHERS += [json.dumps(rows_and_rates() | {"targets": targets}) for targets in ([{}], ["none"])]
+
+
+@pytest.mark.parametrize("text", OTHERS)
 def test_other_files_are_refused(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     if text is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cplan import CASES, SPREAD, Case, arguments, c_cache, c_device, changed, image, library
+from cplan import CASES, SPREAD, Case, arguments, c_cache, c_device, changed, image, library, new_cache
 from standin import StandIn
 
 from memra_driver import layout, native
@@ -133,6 +133,28 @@ def test_a_round_that_cannot_be_ended_stays_open(standin: StandIn, device: Libra
         device.call("memra_free", rows.value)
 
 
+@pytest.mark.parametrize("code", [4, 709])  # the driver is at its end; the context is destroyed
+def test_what_is_not_made_is_told_of_whatever_the_driver_says(
+    standin: StandIn, device: LibraryDevice, code: int
+) -> None:
+    """An end frees in peace what went with its context, so these are none there."""
+    with c_cache(CASES["mtp"], [device]) as cache:
+        snapshot = c_void_p()
+        standin.fail("cuMemAllocAsync", 1, code)
+        with pytest.raises(DriverError, match=rf"cuMemAllocAsync.*\({code}\)"):
+            library().call("memra_snapshot_new", ctypes.pointer(cache), byref(snapshot))
+        assert snapshot.value is None
+
+
+def test_a_birth_that_fails_tells_of_its_first_failure(standin: StandIn) -> None:
+    with c_device(arena=False) as device:
+        standin.fail("cuMemAllocAsync", 2, 719)
+        standin.fail("cuMemFreeAsync", 1, 999)
+        with pytest.raises(DriverError, match=r"cuMemAllocAsync.*\(719\)"):
+            new_cache(CASES["mtp"], [device])
+        assert library().ask("memra_last_driver_code") == 719
+
+
 # Captures
 
 
@@ -161,6 +183,31 @@ def test_a_capture_whose_end_fails_twice_is_still_open(standin: StandIn, device:
     device.call("memra_capture_end", byref(made))
     library().call("memra_graph_close", made)
     assert standin.live_graphs() == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("cuStreamEndCapture", None), ("cuGraphInstantiate", "cuGraphDestroy")]
+)
+def test_the_end_of_a_capture_tells_of_its_first_failure(
+    standin: StandIn, device: LibraryDevice, first: str, second: str | None
+) -> None:
+    """A step that is still open, or a graph that cannot be destroyed, comes behind it."""
+    device.load("conv.cu")
+    with c_cache(CASES["mtp"], [device]) as cache:
+        rows = ctypes.c_uint64()
+        device.call("memra_alloc", 1 << 16, byref(rows))
+        device.call("memra_capture_begin", 0)
+        at = [rows.value + each for each in (0, 1 << 14, 1 << 15)]
+        library().call("memra_conv_update", ctypes.pointer(cache), 0, 1, *at)
+        standin.fail(first, 1, 719)
+        if second is not None:
+            standin.fail(second, 1, 999)
+        made = c_void_p()
+        with pytest.raises(DriverError, match=rf"^{first}\w*\(.*\(719\)"):
+            device.call("memra_capture_end", byref(made))
+        assert library().ask("memra_last_driver_code") == 719
+        assert (made.value, cache.step_rows) == (None, 0)
+        device.call("memra_free", rows.value)
 
 
 def test_the_error_record_of_two_devices_is_not_read_by_half(standin: StandIn) -> None:

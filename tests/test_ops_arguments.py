@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-from caches import POLICY, tiny
+from caches import POLICY, attention_only, tiny
 
 from memra_driver import ops
 from memra_driver.batch import CacheBatch
@@ -91,3 +92,21 @@ def test_every_operation_on_a_closed_cache_says_that_it_is_closed(dev: Any) -> N
             call()
     batch.close()
     other.close()
+
+
+def test_a_length_out_of_range_is_in_the_way_of_its_own_layer_alone(dev: Any, rng: np.random.Generator) -> None:
+    """A length that the engine has assigned; nothing is read or written through it."""
+    cfg = attention_only(2, n_head=2)
+    with Cache.new(dev, cfg, 16, policy=POLICY) as cache:
+        k, v = (put(dev, rng.standard_normal((1, n))) for n in (cache.kv_layer(1).kv_dim_k, cache.kv_layer(1).kv_dim_v))
+        q, out = (put(dev, np.zeros((1, 2 * dim))) for dim in cfg.head_dims(1))
+        cache.kv_layer(0).len = 17
+        for il in (0, 1):
+            calls = (
+                lambda il=il: ops.append_kv(dev, cache, il, k, v),
+                lambda il=il: ops.attend(dev, cache, il, q, out, scale=1.0),
+                lambda il=il: ops.dequant_kv(dev, cache, il, 0, 1, dev.uninit(k.len), dev.uninit(v.len)),
+            )
+            for call in calls:
+                with pytest.raises(StateError, match="layer 0: len is 17") if il == 0 else nullcontext():
+                    call()

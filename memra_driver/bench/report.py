@@ -31,10 +31,11 @@ def read(path: Path) -> dict[str, Any]:
         rows_of(found)
         if lacking := NEEDED - found.keys():
             _no_result(path, f"it lacks {', '.join(sorted(lacking))}")
+        verdicts([each for each in found["targets"] if each["group"]])
         return found
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         _no_result(path, str(error))
 
 

@@ -44,7 +44,7 @@ def attend(e: Any, cache: Any, il: int, q: Any, out: Any, *, scale: float, windo
     """As ops.attend."""
     source = cache.plan.kv_source(il) if 0 <= il < cache.cfg.n_layer else None
     layer = None if source is None else _layer(e, cache, source, cache.kv)
-    if layer is None:
+    if layer is None or not cache.cfg.heads(il):  # refused there
         return _call(cache, "memra_attend", il, 0, 0, 0, scale, OWN_WINDOW)
     heads, hk, hv = cache.cfg.heads(il), layer.head_dim_k, layer.head_dim_v
     queries = _rows(e, cache, q, "q", (heads, hk))

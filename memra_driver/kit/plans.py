@@ -133,10 +133,11 @@ def _rules() -> Iterator[tuple[str, Entry]]:
         policy = FormatPolicy(v="q4_0", gkv=gkv, wkv=wkv, kv_fp8=True)
         cfg = _model(full_attention_interval=0, ssm=None, gemma4=gemma, n_head=4)
         yield f"borrowed K/V, gkv {gkv}, wkv {wkv}", args_json(cfg, 50, policy, none)
+    yield "K/V borrowed from another device", args_json(cfg, 50, plain, none, [0, 3, 6])
     lent = Gemma4Config((2, 2, 1, 2, 0, 3), swa, 8, 128, 64, shared_kv_layers=2)
     cfg = _model(full_attention_interval=0, ssm=None, gemma4=lent, n_head=4)
     yield "heads of the layer that lends", args_json(cfg, 50, plain, none)
-    step = Step35Config((8, 12, 12, 8, 64, 8), (2,) * 6, (False, True, True), 16)
+    step = Step35Config((8, 12, 12, 0, 64, 8), (2,) * 6, (False, True, True), 16)
     yield "query heads by layer", args_json(_model(full_attention_interval=0, ssm=None, step35=step), 9, plain, none)
     broken: list[tuple[str, ModelConfig, int, CacheOptions, Any, Any]] = [
         ("head_dim 48", _model(head_dim_k=48), 9, none, None, None),

@@ -327,13 +327,20 @@ def _refusals() -> Program:
     p.call("snapshot", slot=0)
     p.append((4,), 1)
     p.attend((4,), 1)
+    p.call("assign", pos=2, len=[-1] * 4)
+    p.attend((3,), 3)  # whose own length is in range
     p.call("assign", pos=3, len=[-1, 3, -1, 3])
     p.call("round", width=2)
     p.append((4,), 1)
-    p.call("assign", pos=-1, len=[-1] * 4)
-    p.call("commit", accept=1)
+    for pos in (-1, 6):  # 6: behind its row it would be out of range
+        p.call("assign", pos=pos, len=[-1] * 4)
+        p.call("commit", accept=1)
     p.call("assign", pos=3, len=[-1] * 4)
     p.call("reject")
+    p.call("round", width=2)
+    p.append((4,), 1)
+    p.call("assign", pos=3, len=[-1, 7, -1, 7])  # no length is in the way of a commit
+    p.call("commit", accept=1)
     p.call("assign", pos=3, len=[-1, 4, -1, 3])
     p.call("round", width=2)
     p.append((4,), 1)  # a round would give up a row
@@ -447,8 +454,8 @@ def _without_kernels() -> Iterator[Program]:
     p = Program("no kernel for K", ModelConfig(1, 1, 32, 64), 4)
     p.run(1)
     yield p
-    heads = Step35Config((34, 3, 4, 4), (2,) * 4, (False,) * 3, 3)  # over two K/V heads; the last layer is windowed
-    cfg = ModelConfig(4, 2, 64, 64, step35=heads)
+    heads = Step35Config((34, 3, 4, 4, 0), (2,) * 5, (False,) * 3, 3)  # over two K/V heads; layers 3 and 4 are windowed
+    cfg = ModelConfig(5, 2, 64, 64, step35=heads)
     p = Program("no kernel for so many heads", cfg, 8, options=CacheOptions(max_rows=4))
     p.run(1)
     for il in (2, 3):

@@ -135,7 +135,7 @@ static const char *attend_call(const json *s, int64_t rows, float *q, float *out
     layer *l = &C.at[from < 0 ? 0 : from];
     REFUSE(from < 0, CONFIG);
     REFUSE(!served(head_dim(C.model, il, 0), 1) || !served(head_dim(C.model, il, 1), 1), UNSUPPORTED);
-    REFUSE(heads % kv_heads(C.model, from) || heads > 16 * kv_heads(C.model, from), UNSUPPORTED);
+    REFUSE(!heads || heads % kv_heads(C.model, from) || heads > 16 * kv_heads(C.model, from), UNSUPPORTED);
     REFUSE(rows > num(get(C.args, "options"), "max_rows"), CAPACITY);
     REFUSE(window < 0, CONFIG);
     REFUSE(!steppable() || C.pos < 0 || l->len > C.max_ctx || l->len < C.pos + rows, STATE);
@@ -158,7 +158,7 @@ static const char *reject(void) {
 static const char *commit(int64_t accept, int on_device) {
     int64_t rows = C.step_rows, base = on_device || C.state == UNSETTLED ? *C.pos_d : C.pos;
     int bad = accept < 0 || accept > rows, n = bad ? 0 : (int)accept;
-    REFUSE(!C.round || !rows || !lengths_hold(), STATE);
+    REFUSE(!C.round || !rows || C.pos < 0 || C.pos + rows > C.max_ctx, STATE);
     REFUSE(bad && !on_device, CAPACITY);
     for (layer *l = C.at; l < C.at + C.n; l++) {
         float *in[5];

@@ -154,8 +154,8 @@ static const char *make_plan(const json *a, plan *p) {
         if (owns_kv(m, il)) add(p, m, LEN_D, il, d, 1);
         if (source(m, il) >= 0) {
             int64_t q = q_heads(m, il), hv = head_dim(m, il, 1), need = 4 * num(o, "max_rows") * q * 132 * (hv + 8);
-            p->unsupported += !served(head_dim(m, il, 0), 1) + !served(hv, 1);
-            p->unsupported += q % kv_heads(m, source(m, il)) || q > 16 * kv_heads(m, source(m, il));
+            p->unsupported += !served(head_dim(m, il, 0), 1) + !served(hv, 1) + (device_of(a, source(m, il)) != d);
+            p->unsupported += !q || q % kv_heads(m, source(m, il)) || q > 16 * kv_heads(m, source(m, il));
             most[d] = need > most[d] ? need : most[d];
         }
         if (!is_linear(m, il)) continue;
