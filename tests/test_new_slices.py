@@ -5,16 +5,29 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from caches import Feed, image
+from caches import image
 from conftest import MakeDev
 from foreign import Foreign
 from standin import StandIn
-from test_prepared import ATTENTION, CALLS, FUSED, RECURRENT, SPOILED, Engine, Recheck, new, plainly, words
+from test_prepared import (
+    ATTENTION,
+    CALLS,
+    FUSED,
+    RECURRENT,
+    SPOILED,
+    Engine,
+    Recheck,
+    new,
+    plainly,
+    two_batches,
+    words,
+)
 
 from memra_driver import kept, ops
 from memra_driver.batch import CacheBatch
@@ -115,11 +128,8 @@ def test_a_form_of_plain_steps_is_not_taken_in_a_round(cuda: Any) -> None:
 
 
 def test_a_batch_over_new_slices(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = [new(cuda) for _ in range(6)]
-    for i in (1, 2, 4, 5):
-        Feed(caches[i], seed=i % 3).step(1)
     looked = Recheck(monkeypatch)
-    with CacheBatch(caches[:3]) as known, CacheBatch(caches[3:]) as other:
+    with two_batches(cuda) as (known, other):
         mine, theirs = Renewing(known, 2), Engine(other, 2)
         for step in range(5):
             before = looked.n
@@ -128,13 +138,11 @@ def test_a_batch_over_new_slices(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> 
             assert out == plainly(cuda, theirs.run, other)
             known.advance(cuda, 2)
             other.advance(cuda, 2)
-            for a, b in zip(caches[:3], caches[3:], strict=True):
+            for a, b in zip(known.members, other.members, strict=True):
                 alike(a, b)
             mine.renew()
         mine.close()
         theirs.close()
-    for each in caches:
-        each.close()
 
 
 def test_arrays_of_another_library_give_the_bytes_of_slices(cuda: Any) -> None:
@@ -464,30 +472,34 @@ def test_a_form_keeps_no_slice_and_no_cache_alive(cuda: Any) -> None:
         gc.enable()
 
 
-def test_a_capture_records_new_slices_like_any(cuda: Any) -> None:
+@contextmanager
+def over_new_slices(cuda: Any) -> Iterator[Renewing]:
+    """An engine whose operations are known, and whose slices are new ones that it takes as they are."""
     with new(cuda) as cache:
         engine = Renewing(cache, 1)
         engine.known()
         engine.as_it_is()
-        with cuda.capture() as graph:
-            engine.append()
-            cache.advance(cuda)
-        with graph:
-            assert [(move.cache, move.tokens, move.appended) for move in graph.moves] == [(cache, 1, {ATTENTION})]
-            assert {id(engine.slices[ATTENTION, name]) for name in ("k", "v")} <= set(map(id, graph.kept))
+        yield engine
         engine.close()
 
 
+def test_a_capture_records_new_slices_like_any(cuda: Any) -> None:
+    with over_new_slices(cuda) as engine:
+        with cuda.capture() as graph:
+            engine.append()
+            engine.cache.advance(cuda)
+        with graph:
+            moved = [(move.cache, move.tokens, move.appended) for move in graph.moves]
+            assert moved == [(engine.cache, 1, {ATTENTION})]
+            assert {id(engine.slices[ATTENTION, name]) for name in ("k", "v")} <= set(map(id, graph.kept))
+
+
 def test_a_call_over_new_slices_raises_what_a_finaliser_met(cuda: Any) -> None:
-    with new(cuda) as cache:
-        engine = Renewing(cache, 1)
-        engine.known()
-        engine.as_it_is()
+    with over_new_slices(cuda) as engine:
         cuda.context.record_error(DriverError("cuMemFreeAsync(0x0)", 1, "CUDA_ERROR_INVALID_VALUE", "a finaliser's"))
         with pytest.raises(DriverError, match="a finaliser's"):
             engine.append()
         engine.append()
-        engine.close()
 
 
 @pytest.mark.standin

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -173,12 +174,21 @@ def test_in_rounds_too(cuda: Any, monkeypatch: pytest.MonkeyPatch, accept: int) 
         theirs.close()
 
 
-def test_a_batch_is_looked_at_once(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def two_batches(cuda: Any) -> Iterator[tuple[CacheBatch, CacheBatch]]:
+    """Two batches of three caches that are alike, of which two have stepped."""
     caches = [new(cuda) for _ in range(6)]
     for i in (1, 2, 4, 5):
         Feed(caches[i], seed=i % 3).step(1)
-    looked = Recheck(monkeypatch)
     with CacheBatch(caches[:3]) as known, CacheBatch(caches[3:]) as other:
+        yield known, other
+    for each in caches:
+        each.close()
+
+
+def test_a_batch_is_looked_at_once(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Recheck(monkeypatch)
+    with two_batches(cuda) as (known, other):
         mine, theirs = Engine(known, 2), Engine(other, 2)
         for step in range(4):
             before = looked.n
@@ -187,11 +197,9 @@ def test_a_batch_is_looked_at_once(cuda: Any, monkeypatch: pytest.MonkeyPatch) -
             assert out == plainly(cuda, theirs.run, other)
             known.advance(cuda, 2)
             other.advance(cuda, 2)
-        assert [each.digest() for each in caches[:3]] != [caches[0].digest()] * 3
+        assert [each.digest() for each in known.members] != [known.members[0].digest()] * 3
         mine.close()
         theirs.close()
-    for each in caches:
-        each.close()
 
 
 def test_a_known_call_of_a_batch_is_refused_where_one_of_them_is_in_a_step_of_its_own(cuda: Any) -> None:
