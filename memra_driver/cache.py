@@ -21,9 +21,7 @@ and Python see the same numbers.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import operator
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -49,7 +47,6 @@ from memra_driver.memory import CHANGED, Borrowed, run_all
 from memra_driver.place import (
     Action,
     Copies,
-    check_fit,
     close_slices,
     copies_of,
     has_arena,
@@ -67,8 +64,6 @@ from memra_driver.structs import structs_of
 
 __all__ = ["Cache", "CacheSnapshot", "CacheState", "DflashTapSink", "KvLayer", "RecurLayer"]
 
-_ids = itertools.count(1)
-
 
 class Cache(CacheClock):
     """The state of one sequence. Build one with `new`, `new_pp2` or `new_ppn`.
@@ -79,52 +74,10 @@ class Cache(CacheClock):
     """
 
     def __init__(self, plan: CachePlan, devices: Sequence[Any]) -> None:
-        check_fit(plan, devices)
-        self.plan = plan
+        self.plan, self.cfg = plan, plan.cfg
         self.devices = tuple(devices)
         self._planes, self._owners = place(plan, self.devices)
-        self._snapshots: weakref.WeakSet[CacheSnapshot] = weakref.WeakSet()
-        cfg, n_layer = plan.cfg, plan.cfg.n_layer
-        self._kv_c, self._recur_c = structs_of(plan).copy(plan, self.devices, self._planes)
-        self._devices_c = (layout.CacheDeviceC * len(self.devices))()
-        self.kv = [
-            KvLayer(self._kv_c[il], plan, il, self.devices[d], self._planes) if has_kv else None
-            for il, (d, has_kv, _) in enumerate(plan.kinds)
-        ]
-        self.recur = [
-            RecurLayer(self._recur_c[il], plan, il, self.devices[d], self._planes) if has_state else None
-            for il, (d, _, has_state) in enumerate(plan.kinds)
-        ]
-        for d, (c, e) in enumerate(zip(self._devices_c, self.devices, strict=True)):
-            for name in ("pos_d", "health", "counters", "states"):
-                if (name, None, d) in self._planes:
-                    layout.put_slice(getattr(c, name), self._planes[name, None, d], ordinal(e))
-            c.ordinal, c.has_arena, c.handle = ordinal(e), has_arena(e), getattr(e, "c_handle", 0)
-            c.stream = getattr(getattr(e, "stream", None), "handle", 0)
-        self._c = layout.CacheC(
-            struct_size=ctypes.sizeof(layout.CacheC),
-            abi_version=layout.ABI_VERSION,
-            kv=self._kv_c,
-            recur=self._recur_c,
-            max_ctx=plan.max_ctx,
-            n_layer=n_layer,
-            devices=self._devices_c,
-            n_devices=len(self.devices),
-            id=next(_ids),
-            logits_at=-1,
-            round_limit=plan.options.round_width,
-            max_rows=plan.options.max_rows,
-            n_vocab=cfg.n_vocab,
-            strict=plan.options.strict,
-        )
-        for name, reserved in (("logits", plan.options.reserve_logits), ("taps", plan.options.reserve_taps)):
-            for row in plan.planes if reserved else ():
-                if row.plane == name:
-                    plane = self._planes[name, row.layer, row.device]
-                    layout.put_slice(getattr(self._c, name), plane, ordinal(self.devices[row.device]))
-        self._step_ops = tuple(layout.column(c, "step_ops", np.uint32) for c in (self._kv_c, self._recur_c))
-        self._attending = [(il, layer) for il, layer in enumerate(self.kv) if layer is not None]
-        self.cfg = cfg
+        self._c, self._kv_c, self._recur_c, self._devices_c = structs_of(plan, self.devices, self._planes)
         self.prepared = Kept()
         self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
         self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced

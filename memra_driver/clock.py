@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Sequence
@@ -31,7 +32,11 @@ class CacheClock(CacheBeside):
     """How a cache moves, and how host and device agree on where it stands; `Cache` builds on it."""
 
     _known_advance: Advance | None = None
-    _snapshots: weakref.WeakSet[CacheSnapshot]
+
+    @functools.cached_property
+    def _snapshots(self) -> weakref.WeakSet[CacheSnapshot]:
+        """Those that somebody holds; open or closed."""
+        return weakref.WeakSet()
 
     def advance(self, e: Any, n: int = 1) -> None:
         """Ends a step: pos += n, and pos_d follows in stream order. With no step open it moves pos alone."""

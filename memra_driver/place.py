@@ -6,12 +6,13 @@ address, kernels. This file is the only one that asks which of them a device has
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
+from memra_driver.errors import DriverError, DriverOutOfMemory, MemraError, OutOfMemory, UnsupportedError
 from memra_driver.memory import Borrowed, run_all
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
@@ -122,8 +123,14 @@ class Planes(Mapping[Key, Any]):
 def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
     """Allocates every plane: views into one cleared arena per device, or the seven operations in the Rust order.
 
-    Returns the planes by key and the allocations that own them. On a failure nothing stays allocated.
+    Returns the planes by key and the allocations that own them. Raises OutOfMemory as check_fit, DriverError. On a
+    failure nothing stays allocated.
     """
+    # What is free is asked before the first of several allocations. One of a GPU is made or refused as a whole, and a
+    # birth need not wait for the answer; a host grants more than it has.
+    is_one = len(devices) == 1 and has_arena(devices[0]) and ordinal(devices[0]) >= 0
+    if not is_one:
+        check_fit(plan, devices)
     planes = Planes(plan)
     owners: list[Any] = []
     try:
@@ -138,8 +145,11 @@ def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
                 plane = _alloc(e, row)
                 owners.append(plane)
                 planes.put((row.plane, row.layer, row.device), plane)
-    except BaseException:
+    except BaseException as error:
         close_slices(owners)
+        if is_one and isinstance(error, DriverOutOfMemory):
+            with contextlib.suppress(DriverError):
+                check_fit(plan, devices)
         raise
     return planes, owners
 

@@ -6,6 +6,7 @@ every byte and every scalar as it was.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -55,15 +56,40 @@ class CacheRules:
 
     cfg: ModelConfig
     devices: tuple[Any, ...]
-    kv: list[KvLayer | None]
-    recur: list[RecurLayer | None]
     plan: CachePlan
     _planes: Planes
     prepared: Kept
     _round: Round | None = None
     _c: layout.CacheC
-    _attending: list[tuple[int, KvLayer]]
-    _step_ops: tuple[np.ndarray[Any, Any], ...]  # those of all layers, in the C structs
+    _kv_c: Any
+    _recur_c: Any
+
+    # Somebody waits for the birth of a cache: what is seen of its structs is made when it is first asked for.
+
+    @functools.cached_property
+    def kv(self) -> list[KvLayer | None]:
+        """The K/V of each layer; None where it has none."""
+        return [
+            KvLayer(self._kv_c[il], self.plan, il, self.devices[d], self._planes) if has_kv else None
+            for il, (d, has_kv, _) in enumerate(self.plan.kinds)
+        ]
+
+    @functools.cached_property
+    def recur(self) -> list[RecurLayer | None]:
+        """The recurrent state of each layer; None where it has none."""
+        return [
+            RecurLayer(self._recur_c[il], self.plan, il, self.devices[d], self._planes) if has_state else None
+            for il, (d, _, has_state) in enumerate(self.plan.kinds)
+        ]
+
+    @functools.cached_property
+    def _attending(self) -> list[tuple[int, KvLayer]]:
+        return [(il, layer) for il, layer in enumerate(self.kv) if layer is not None]
+
+    @functools.cached_property
+    def _step_ops(self) -> tuple[np.ndarray[Any, Any], ...]:
+        """Those of all layers, in the C structs."""
+        return tuple(layout.column(c, "step_ops", np.uint32) for c in (self._kv_c, self._recur_c))
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
     max_ctx = fixed("max_ctx", "capacity in tokens")

@@ -1,108 +1,153 @@
-"""The C structs of a cache's layers, filled from its plan.
+"""The C structs of a cache, filled from its plan.
 
-A plan knows everything that stands in them but where the arenas lie, so it is written down once, and each cache takes
-a copy and adds the addresses.
+A plan knows everything that stands in them but where its planes lie and whose device has them, so it is written down
+once for devices of one kind, and each cache takes a copy and adds the addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memra_driver import layout
-from memra_driver.place import Planes, has_arena, ordinal
+from memra_driver.place import Key, Planes, has_arena, ordinal
 from memra_driver.plan import MAX_INT, CachePlan
 
-_SLICES = {  # of a layer's struct: field, plane
-    layout.KvLayerC: {name: name for name in ("k", "v", "len_d")},
-    layout.RecurLayerC: {name: name for name in ("conv_state", "ssm_state", "ssm_state_alt", "tape")},
+_SLICES = {  # of a layer's struct, each named like its plane
+    layout.KvLayerC: ("k", "v", "len_d"),
+    layout.RecurLayerC: ("conv_state", "ssm_state", "ssm_state_alt", "tape"),
 }
 _BORN = {"home": "ssm_state", "away": "ssm_state_alt"}  # fields of a recurrent layer that hold an address alone
+_WORD_BYTES = 8
+
+_ids = itertools.count(1)
 
 
-class LayerStructs:
-    """The structs of all layers of a plan, with offsets in the arenas in place of addresses."""
+class CacheStructs(NamedTuple):
+    """The structs of one cache: one piece of memory, which each of them keeps alive."""
 
-    def __init__(self, plan: CachePlan) -> None:
+    cache: layout.CacheC
+    kv: Any  # an array of n_layer KvLayerC,
+    recur: Any  # of n_layer RecurLayerC
+    devices: Any  # and of a CacheDeviceC for each device
+
+
+class Pattern:
+    """The structs of the caches of a plan on devices of these ordinals, before their planes have addresses.
+
+    arenas: which devices have one. A plane of an arena has its offset there in the address's place.
+    """
+
+    def __init__(self, plan: CachePlan, ordinals: Sequence[int], arenas: Sequence[bool]) -> None:
         n = plan.cfg.n_layer
-        kv, recur = (layout.KvLayerC * n)(), (layout.RecurLayerC * n)()
-        rows = {(row.plane, row.layer): row for row in plan.planes}
-        addresses: dict[int, list[list[int]]] = {d: [[], []] for d in range(plan.n_devices)}  # as 64-bit words
-        devices: dict[int, list[list[int]]] = {d: [[], []] for d in range(plan.n_devices)}  # as 32-bit words
-        for il in range(n):
-            d = kv[il].device_index = recur[il].device_index = plan.device_of(il)
-            source = plan.kv_source(il)
-            kv[il].n_head, kv[il].kv_source = (0, -1) if source is None else (plan.cfg.heads(il), source)
-            if plan.has_kv(il):
-                _fill_kv(kv[il], plan, il)
-            elif plan.has_state(il):
-                _fill_recur(recur[il], plan, il)
-            else:
-                continue
-            which, structs = (0, kv) if plan.has_kv(il) else (1, recur)
-            kind = type(structs[il])
-            begin = il * ctypes.sizeof(kind)
-            for name, plane in _SLICES[kind].items():
-                row = rows.get((plane, il))
-                if row is None:
-                    continue
-                c, at = getattr(structs[il], name), begin + getattr(kind, name).offset
-                c.len, c.dtype = row.len, layout.DTYPE_CODES[layout.DTYPE_NAMES[row.dtype]]
-                devices[d][which].append((at + layout.SliceC.device.offset) // 4)
-                if row.len:
-                    c.ptr = row.offset
-                    addresses[d][which].append((at + layout.SliceC.ptr.offset) // 8)
-            for name, plane in _BORN.items() if which else ():
-                if rows[plane, il].len:
-                    setattr(structs[il], name, rows[plane, il].offset)
-                    addresses[d][which].append((begin + getattr(kind, name).offset) // 8)
-        self._kv, self._recur = bytes(kv), bytes(recur)
-        self._addresses = {d: [np.array(each, np.intp) for each in both] for d, both in addresses.items()}
-        self._devices = {d: [np.array(each, np.intp) for each in both] for d, both in devices.items()}
+        end: int = ctypes.sizeof(layout.CacheC)
+        self._arrays: list[tuple[Any, int]] = []  # types, and the bytes where they begin
+        for kind in (layout.KvLayerC * n, layout.RecurLayerC * n, layout.CacheDeviceC * len(ordinals)):
+            self._arrays.append((kind, end))
+            end += ctypes.sizeof(kind)
+        self._words = np.zeros(end // _WORD_BYTES, np.uint64)
+        self._ordinals = ordinals
+        self._slots: list[tuple[Key, int]] = []  # planes, and the word that holds the address of each
+        structs = self._over(self._words)
+        self._base = ctypes.addressof(structs.cache)
+        _fill_cache(structs.cache, plan, len(ordinals))
+        for il, (d, has_kv, has_state) in enumerate(plan.kinds):
+            _fill_layer(structs.kv[il], structs.recur[il], plan, il)
+            c = structs.kv[il] if has_kv else structs.recur[il]
+            for name in _SLICES[type(c)] if has_kv or has_state else ():
+                self._put(plan, getattr(c, name), (name, il, d))
+            for field, name in _BORN.items() if has_state else ():
+                self._note(plan, ctypes.addressof(c) + getattr(type(c), field).offset, (name, il, d))
+        for d, c in enumerate(structs.devices):
+            c.ordinal, c.has_arena = ordinals[d], arenas[d]
+            for name in ("pos_d", "health", *(("counters", "states") if arenas[d] else ())):
+                self._put(plan, getattr(c, name), (name, None, d))
+        for row in plan.planes:
+            if row.plane in ("logits", "taps"):
+                self._put(plan, getattr(structs.cache, row.plane), (row.plane, row.layer, row.device))
+        # Each device with an arena, and 1 for each word that is an address there.
+        self._in_arena: list[tuple[int, np.ndarray[Any, Any]]] = []
+        for d in itertools.compress(range(len(arenas)), arenas):
+            at = np.zeros_like(self._words)
+            at[[word for (_, _, device), word in self._slots if device == d]] = 1
+            self._in_arena.append((d, at))
+        self._alone = [(key, word) for key, word in self._slots if not arenas[key[2]]]
 
-    def copy(self, plan: CachePlan, devices: Sequence[Any], planes: Planes) -> tuple[Any, Any]:
-        """The structs of a cache on these devices: arrays of KvLayerC and RecurLayerC."""
-        n = plan.cfg.n_layer
-        kv: Any = (layout.KvLayerC * n).from_buffer_copy(self._kv)
-        recur: Any = (layout.RecurLayerC * n).from_buffer_copy(self._recur)
-        for which, structs in enumerate((kv, recur)):
-            words, ints = np.frombuffer(structs, np.uint64), np.frombuffer(structs, np.int32)
-            for d, e in enumerate(devices):
-                ints[self._devices[d][which]] = ordinal(e)
-                if has_arena(e):
-                    words[self._addresses[d][which]] += np.uint64(planes.arenas[d].ptr)
-        if not all(map(has_arena, devices)):
-            _add_planes(plan, kv, recur, devices, planes)
-        return kv, recur
+    def made(self, planes: Planes) -> CacheStructs:
+        """The structs of a cache that was given these planes."""
+        words = self._words.copy()
+        for d, at in self._in_arena:
+            words += at * np.uint64(planes.arenas[d].ptr)
+        for key, word in self._alone:
+            words[word] = planes[key].ptr
+        structs = self._over(words)
+        structs.cache.id = next(_ids)
+        return structs
+
+    def _over(self, words: np.ndarray[Any, Any]) -> CacheStructs:
+        """The structs that lie in this memory; the first points to the others."""
+        cache = layout.CacheC.from_buffer(words.data)
+        kv, recur, devices = (kind.from_buffer(words.data, begin) for kind, begin in self._arrays)
+        cache.kv, cache.recur, cache.devices = kv, recur, devices
+        return CacheStructs(cache, kv, recur, devices)
+
+    def _put(self, plan: CachePlan, c: layout.SliceC, key: Key) -> None:
+        """A slice: all but its address."""
+        cut = plan.cuts.get(key)
+        if cut is not None:
+            _, c.len, dtype = cut
+            c.dtype, c.device = layout.DTYPE_CODES[dtype], self._ordinals[key[2]]
+            self._note(plan, ctypes.addressof(c), key)
+
+    def _note(self, plan: CachePlan, at: int, key: Key) -> None:
+        """Here the address of a plane will stand: 0 of one without bytes."""
+        offset, length, _ = plan.cuts[key]
+        if length:
+            word = (at - self._base) // _WORD_BYTES
+            self._words[word] = offset
+            self._slots.append((key, word))
 
 
-def _add_planes(plan: CachePlan, kv: Any, recur: Any, devices: Sequence[Any], planes: Planes) -> None:
-    """The addresses of planes that are allocations of their own."""
-    for row in plan.planes:
-        il, d = row.layer, row.device
-        if il is None or has_arena(devices[d]) or row.plane in ("logits", "taps"):
-            continue
-        ptr = planes[row.plane, il, d].ptr
-        c = (kv if plan.has_kv(il) else recur)[il]
-        getattr(c, row.plane).ptr = ptr
-        for name, plane in _BORN.items():
-            if plane == row.plane:
-                setattr(c, name, ptr)
+_known: weakref.WeakKeyDictionary[CachePlan, dict[Any, Pattern]] = weakref.WeakKeyDictionary()
 
 
-_known: weakref.WeakKeyDictionary[CachePlan, LayerStructs] = weakref.WeakKeyDictionary()
-
-
-def structs_of(plan: CachePlan) -> LayerStructs:
-    """The structs of a plan, written down at the first call."""
-    found = _known.get(plan)
+def structs_of(plan: CachePlan, devices: Sequence[Any], planes: Planes) -> CacheStructs:
+    """The structs of a cache of this plan on these devices; what all such have alike is written down at the first."""
+    known = _known.get(plan)
+    if known is None:
+        known = _known[plan] = {}
+    kind = tuple(map(ordinal, devices)), tuple(map(has_arena, devices))
+    found = known.get(kind)
     if found is None:
-        found = _known[plan] = LayerStructs(plan)
-    return found
+        found = known[kind] = Pattern(plan, *kind)
+    structs = found.made(planes)
+    for c, e in zip(structs.devices, devices, strict=True):
+        c.handle, c.stream = getattr(e, "c_handle", 0), getattr(getattr(e, "stream", None), "handle", 0)
+    return structs
+
+
+def _fill_cache(c: layout.CacheC, plan: CachePlan, n_devices: int) -> None:
+    c.struct_size, c.abi_version = ctypes.sizeof(layout.CacheC), layout.ABI_VERSION
+    c.max_ctx, c.n_layer, c.n_devices = plan.max_ctx, plan.cfg.n_layer, n_devices
+    c.logits_at, c.n_vocab = -1, plan.cfg.n_vocab
+    options = plan.options
+    c.round_limit, c.max_rows, c.strict = options.round_width, options.max_rows, options.strict
+
+
+def _fill_layer(kv: layout.KvLayerC, recur: layout.RecurLayerC, plan: CachePlan, il: int) -> None:
+    kv.device_index, has_kv, has_state = plan.kinds[il]
+    recur.device_index = kv.device_index
+    source = plan.kv_source(il)
+    kv.n_head, kv.kv_source = (0, -1) if source is None else (plan.cfg.heads(il), source)
+    if has_kv:
+        _fill_kv(kv, plan, il)
+    elif has_state:
+        _fill_recur(recur, plan, il)
 
 
 def _fill_kv(c: layout.KvLayerC, plan: CachePlan, il: int) -> None:

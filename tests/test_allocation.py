@@ -110,19 +110,45 @@ def test_a_plane_without_bytes_has_no_address(make_dev: MakeDev) -> None:
 
 
 @pytest.mark.standin
-def test_a_plan_beyond_the_free_memory_is_refused_before_the_first_allocation(
-    make_dev: MakeDev, standin: StandIn
+@pytest.mark.parametrize("arena", [True, False], ids=["arena", "planes"])
+def test_a_plan_beyond_the_free_memory_is_refused_before_the_first_byte(
+    make_dev: MakeDev, standin: StandIn, arena: bool
 ) -> None:
-    e = make_dev("cuda")
-    need = CachePlan(tiny(), 64, POLICY).arena_bytes
+    e = make_dev("cuda", arena=arena)
+    plan = CachePlan(tiny(), 64, POLICY)
+    need = plan.arena_bytes if arena else plan.plane_bytes
     standin.set_total_memory(0, need - 1)
     standin.clear_trace()
     with pytest.raises(OutOfMemory, match=rf"{need} bytes on cuda:0, which has {need - 1} free") as caught:
         Cache.new(e, tiny(), 64, policy=POLICY)
     assert not isinstance(caught.value, DriverOutOfMemory)
-    assert standin.trace() == []
+    # One allocation is refused by the driver, several are not begun.
+    assert [(call.name, call.bytes, call.code) for call in standin.trace()] == [("cuMemAllocAsync", need, 2)] * arena
     standin.set_total_memory(0, need)
     Cache.new(e, tiny(), 64, policy=POLICY).close()
+
+
+@pytest.mark.standin
+def test_what_a_birth_on_one_gpu_asks_of_the_driver(make_dev: MakeDev, standin: StandIn) -> None:
+    e = make_dev("cuda")
+    Cache.new(e, tiny(), 64, policy=POLICY).close()
+    standin.trace_queries()
+    standin.clear_trace()
+    with Cache.new(e, tiny(), 64, policy=POLICY):
+        asked = [call.name for call in standin.trace()]
+    ready = ["cuCtxGetCurrent", "cuCtxGetId"]
+    assert asked == [*ready, "cuMemAllocAsync", *ready, "cuMemsetD8Async"]
+
+
+@pytest.mark.standin
+def test_what_is_free_cannot_be_told_either(make_dev: MakeDev, standin: StandIn) -> None:
+    e = make_dev("cuda")
+    standin.set_total_memory(0, CachePlan(tiny(), 64, POLICY).arena_bytes - 1)
+    for nth in (1, 2):  # the one asks for the driver's error, the other for that of the cache
+        standin.fail("cuMemGetInfo", nth)
+    with pytest.raises(DriverOutOfMemory, match="cuMemAllocAsync"):
+        Cache.new(e, tiny(), 64, policy=POLICY)
+    assert standin.pending_failures() == 0
 
 
 @pytest.mark.standin
@@ -152,8 +178,8 @@ def test_bytes_that_the_pool_keeps_for_reuse_count_as_free(
 ) -> None:
     from memra_driver import driver
 
-    e = make_dev("cuda")
-    need = CachePlan(tiny(), 64, POLICY).arena_bytes
+    e = make_dev("cuda", arena=False)
+    need = CachePlan(tiny(), 64, POLICY).plane_bytes
     pool = {"RESERVED_MEM_CURRENT": need + 500, "USED_MEM_CURRENT": 500}
     monkeypatch.setattr(driver, "mem_get_info", lambda: (0, 8 * MIB))
     monkeypatch.setattr(driver, "mem_pool_get_attribute", lambda name, handle: pool[name])

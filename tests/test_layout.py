@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import shutil
 import subprocess
 import tempfile
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,48 @@ def test_the_structs_of_a_cache_say_what_the_cache_is() -> None:
         assert [getattr(recur, name) for name in names] == [128, 4, 1, 2, 32, 0, 0, 0]
         assert slice_of(c.devices[0].pos_d)[1:] == (1, "int32", -1)
         assert slice_of(c.devices[0].health)[1:] == (layout.HEALTH_BYTES, "uint8", -1)
+
+
+def test_what_a_cache_writes_into_its_structs_is_not_in_the_next_of_its_plan() -> None:
+    e = HostDev()
+    with Cache.new(e, tiny(), 16, policy=POLICY) as first:
+        first.pos = 3
+        for layer in filter(None, first.kv):
+            layer.len = 3
+        for state in filter(None, first.recur):
+            state.swap()
+        with Cache.new(e, tiny(), 16, policy=POLICY) as second:
+            assert second.plan is first.plan
+            assert second.id > first.id
+            assert (second.pos, {layer.len for layer in second.kv if layer}) == (0, {0})
+            states = [state for state in second.recur if state]
+            assert {(state.swaps, state.ssm_state.ptr == state.home.ptr) for state in states} == {(0, True)}
+            ptrs = [{ptr for _, ptr, _, _ in cache.regions()} for cache in (first, second)]
+            assert not ptrs[0] & ptrs[1]
+
+
+def test_the_structs_live_as_long_as_any_of_them() -> None:
+    cache = Cache.new(HostDev(), tiny(), 16, policy=POLICY)
+    pointer, layer = cache.as_c(), cache.kv[3]
+    assert layer is not None
+    del cache
+    gc.collect()
+    assert [pointer.contents.kv[il].present for il in range(8)] == [0, 0, 0, 1, 0, 0, 0, 1]
+    del pointer
+    gc.collect()
+    assert (layer.max_ctx, layer.kv_dim_k, layer.len) == (16, 128, 0)
+
+
+def test_a_cache_that_nobody_holds_is_gone_without_the_collector() -> None:
+    gc.disable()
+    try:
+        cache = Cache.new(HostDev(), tiny(), 16, policy=POLICY)
+        assert cache.kv[3] is cache.kv[3]
+        ends = [weakref.ref(each) for each in (cache, cache.kv[3], cache.recur[0])]
+        del cache
+        assert [end() for end in ends] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def slice_of(c: Any) -> tuple[int, int, str, int]:
