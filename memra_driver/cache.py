@@ -77,7 +77,8 @@ class Cache(CacheClock):
         self.plan, self.cfg = plan, plan.cfg
         self.devices = tuple(devices)
         self._planes, self._owners = place(plan, self.devices)
-        self._c, self._kv_c, self._recur_c, self._devices_c = structs_of(plan, self.devices, self._planes)
+        self._structs = structs_of(plan, self.devices, self._planes)
+        self._c = self._structs.cache
         self.prepared = Kept()
         self._lazy: dict[tuple[str, int], Any] = {}  # what was allocated on first use
         self._retired: list[tuple[tuple[str, int], Any]] = []  # and what a larger one replaced
@@ -405,7 +406,7 @@ class Cache(CacheClock):
 
         A snapshot as it was made has the copies of each arrangement of the states that it met.
         """
-        rings, states = (layout.column(self._recur_c, name, np.uint64) for name in ("conv_state", "ssm_state"))
+        rings, states = (layout.column(self._structs.recur, name, np.uint64) for name in ("conv_state", "ssm_state"))
         key = restore, rings.tobytes(), states.tobytes()
         known = snap.copies.get(key) if snap.is_as_made() else None
         if known is None:
@@ -429,4 +430,4 @@ class Cache(CacheClock):
     def _stamp(self, snap: CacheSnapshot) -> None:
         """Notes in snap where the cache stands, once its copies are enqueued."""
         attends = np.array([has_kv for _, has_kv, _ in self.plan.kinds])
-        snap.stamp(layout.column(self._kv_c, "len", np.int64), attends, self.pos, self.generation)
+        snap.stamp(layout.column(self._structs.kv, "len", np.int64), attends, self.pos, self.generation)

@@ -22,6 +22,7 @@ from memra_driver.layout import CacheState, Recorder, StepOp
 from memra_driver.place import Planes
 from memra_driver.plan import CachePlan
 from memra_driver.snapshot import CacheSnapshot
+from memra_driver.structs import CacheStructs
 
 if TYPE_CHECKING:
     from memra_driver.cache import Cache
@@ -61,8 +62,7 @@ class CacheRules:
     prepared: Kept
     _round: Round | None = None
     _c: layout.CacheC
-    _kv_c: Any
-    _recur_c: Any
+    _structs: CacheStructs
 
     # Somebody waits for the birth of a cache: what is seen of its structs is made when it is first asked for.
 
@@ -70,7 +70,7 @@ class CacheRules:
     def kv(self) -> list[KvLayer | None]:
         """The K/V of each layer; None where it has none."""
         return [
-            KvLayer(self._kv_c[il], self.plan, il, self.devices[d], self._planes) if has_kv else None
+            KvLayer(self._structs.kv[il], self.plan, il, self.devices[d], self._planes) if has_kv else None
             for il, (d, has_kv, _) in enumerate(self.plan.kinds)
         ]
 
@@ -78,7 +78,7 @@ class CacheRules:
     def recur(self) -> list[RecurLayer | None]:
         """The recurrent state of each layer; None where it has none."""
         return [
-            RecurLayer(self._recur_c[il], self.plan, il, self.devices[d], self._planes) if has_state else None
+            RecurLayer(self._structs.recur[il], self.plan, il, self.devices[d], self._planes) if has_state else None
             for il, (d, _, has_state) in enumerate(self.plan.kinds)
         ]
 
@@ -89,7 +89,7 @@ class CacheRules:
     @functools.cached_property
     def _step_ops(self) -> tuple[np.ndarray[Any, Any], ...]:
         """Those of all layers, in the C structs."""
-        return tuple(layout.column(c, "step_ops", np.uint32) for c in (self._kv_c, self._recur_c))
+        return tuple(layout.column(c, "step_ops", np.uint32) for c in (self._structs.kv, self._structs.recur))
 
     pos = scalar("pos", "tokens committed; may be assigned, then call sync_d")
     max_ctx = fixed("max_ctx", "capacity in tokens")

@@ -89,14 +89,14 @@ class _Known:
         # What is looked at of all layers at once: lengths, where they are saved, pos and the first length as often.
         attending = [il for il, layer in enumerate(cache.kv) if layer is not None]
         n, step, at = cache._c.n_layer, ctypes.sizeof(KvLayerC), KvLayerC.len.offset
-        self._lens = _numbers(cache._kv_c, at, (n,), (step,))[_evenly(attending)]
+        self._lens = _numbers(cache._structs.kv, at, (n,), (step,))[_evenly(attending)]
         self._saved = _numbers(snap._lens_c, 0, (n,), (8,))[_evenly(attending)]
         self._all_pos = self._as_often(cache._c, CacheC.pos.offset)
-        self._all_first = self._as_often(cache._kv_c, at + step * min(attending, default=0))
+        self._all_first = self._as_often(cache._structs.kv, at + step * min(attending, default=0))
         # Ring and current state.
         ring, state = RecurLayerC.conv_state.offset, RecurLayerC.ssm_state.offset
         strides = state - ring, ctypes.sizeof(RecurLayerC)
-        self._states = _numbers(cache._recur_c, ring, (2, n), strides)
+        self._states = _numbers(cache._structs.recur, ring, (2, n), strides)
         self._arranged: list[tuple[memoryview, Any]] = []  # how the states lay, and what served then
         self._launches: list[Launch] = []  # of all arrangements
 

@@ -7,10 +7,11 @@ once for devices of one kind, and each cache takes a copy and adds the addresses
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,32 +29,55 @@ _WORD_BYTES = 8
 _ids = itertools.count(1)
 
 
-class CacheStructs(NamedTuple):
+class CacheStructs:
     """The structs of one cache: one piece of memory, which each of them keeps alive."""
 
-    cache: layout.CacheC
-    kv: Any  # an array of n_layer KvLayerC,
-    recur: Any  # of n_layer RecurLayerC
-    devices: Any  # and of a CacheDeviceC for each device
+    def __init__(self, words: memoryview, arrays: dict[str, tuple[Any, int]]) -> None:
+        self._words, self._arrays = words, arrays
+        self.cache = layout.CacheC.from_buffer(words)
+
+    # Arrays, each made when it is first asked for.
+
+    @functools.cached_property
+    def kv(self) -> Any:
+        """A KvLayerC of each layer."""
+        return self._array("kv")
+
+    @functools.cached_property
+    def recur(self) -> Any:
+        """A RecurLayerC of each layer."""
+        return self._array("recur")
+
+    @functools.cached_property
+    def devices(self) -> Any:
+        """A CacheDeviceC of each device."""
+        return self._array("devices")
+
+    def _array(self, name: str) -> Any:
+        kind, begin = self._arrays[name]
+        return kind.from_buffer(self._words, begin)
 
 
 class Pattern:
     """The structs of the caches of a plan on devices of these ordinals, before their planes have addresses.
 
-    arenas: which devices have one. A plane of an arena has its offset there in the address's place.
+    arenas: which devices have one.
     """
 
     def __init__(self, plan: CachePlan, ordinals: Sequence[int], arenas: Sequence[bool]) -> None:
         n = plan.cfg.n_layer
         end: int = ctypes.sizeof(layout.CacheC)
-        self._arrays: list[tuple[Any, int]] = []  # types, and the bytes where they begin
-        for kind in (layout.KvLayerC * n, layout.RecurLayerC * n, layout.CacheDeviceC * len(ordinals)):
-            self._arrays.append((kind, end))
+        self._arrays: dict[str, tuple[Any, int]] = {}  # types, and the bytes where they begin
+        for name, kind in (
+            ("kv", layout.KvLayerC * n), ("recur", layout.RecurLayerC * n),
+            ("devices", layout.CacheDeviceC * len(ordinals)),
+        ):  # fmt: skip
+            self._arrays[name] = kind, end
             end += ctypes.sizeof(kind)
         self._words = np.zeros(end // _WORD_BYTES, np.uint64)
         self._ordinals = ordinals
         self._slots: list[tuple[Key, int]] = []  # planes, and the word that holds the address of each
-        structs = self._over(self._words)
+        structs = CacheStructs(self._words.data, self._arrays)
         self._base = ctypes.addressof(structs.cache)
         _fill_cache(structs.cache, plan, len(ordinals))
         for il, (d, has_kv, has_state) in enumerate(plan.kinds):
@@ -62,7 +86,7 @@ class Pattern:
             for name in _SLICES[type(c)] if has_kv or has_state else ():
                 self._put(plan, getattr(c, name), (name, il, d))
             for field, name in _BORN.items() if has_state else ():
-                self._note(plan, ctypes.addressof(c) + getattr(type(c), field).offset, (name, il, d))
+                self._note(plan, c, field, (name, il, d))
         for d, c in enumerate(structs.devices):
             c.ordinal, c.has_arena = ordinals[d], arenas[d]
             for name in ("pos_d", "health", *(("counters", "states") if arenas[d] else ())):
@@ -70,31 +94,32 @@ class Pattern:
         for row in plan.planes:
             if row.plane in ("logits", "taps"):
                 self._put(plan, getattr(structs.cache, row.plane), (row.plane, row.layer, row.device))
-        # Each device with an arena, and 1 for each word that is an address there.
-        self._in_arena: list[tuple[int, np.ndarray[Any, Any]]] = []
+        # Of each device with an arena: the words that are addresses there, and how far each is from where it begins.
+        self._in_arena: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         for d in itertools.compress(range(len(arenas)), arenas):
-            at = np.zeros_like(self._words)
-            at[[word for (_, _, device), word in self._slots if device == d]] = 1
-            self._in_arena.append((d, at))
+            keys, places = zip(*(slot for slot in self._slots if slot[0][2] == d), strict=True)
+            offsets = np.array([plan.cuts[key][0] for key in keys], np.uint64)
+            self._in_arena.append((d, np.array(places, np.intp), offsets))
         self._alone = [(key, word) for key, word in self._slots if not arenas[key[2]]]
+        self._pointers = [(self._word_of(structs.cache, name), begin) for name, (_, begin) in self._arrays.items()]
+        self._of_devices = [(self._word_of(c, "handle"), self._word_of(c, "stream")) for c in structs.devices]
 
-    def made(self, planes: Planes) -> CacheStructs:
-        """The structs of a cache that was given these planes."""
-        words = self._words.copy()
-        for d, at in self._in_arena:
-            words += at * np.uint64(planes.arenas[d].ptr)
+    def made(self, devices: Sequence[Any], planes: Planes) -> CacheStructs:
+        """The structs of a cache on these devices that was given these planes."""
+        array = self._words.copy()
+        for d, at, offsets in self._in_arena:
+            array[at] = offsets + np.uint64(planes.arenas[d].ptr)
+        words = array.data
         for key, word in self._alone:
             words[word] = planes[key].ptr
-        structs = self._over(words)
+        for (handle, stream), e in zip(self._of_devices, devices, strict=True):
+            words[handle], words[stream] = getattr(e, "c_handle", 0), getattr(getattr(e, "stream", None), "handle", 0)
+        structs = CacheStructs(words, self._arrays)
+        base = ctypes.addressof(structs.cache)
+        for word, begin in self._pointers:
+            words[word] = base + begin
         structs.cache.id = next(_ids)
         return structs
-
-    def _over(self, words: np.ndarray[Any, Any]) -> CacheStructs:
-        """The structs that lie in this memory; the first points to the others."""
-        cache = layout.CacheC.from_buffer(words.data)
-        kv, recur, devices = (kind.from_buffer(words.data, begin) for kind, begin in self._arrays)
-        cache.kv, cache.recur, cache.devices = kv, recur, devices
-        return CacheStructs(cache, kv, recur, devices)
 
     def _put(self, plan: CachePlan, c: layout.SliceC, key: Key) -> None:
         """A slice: all but its address."""
@@ -102,15 +127,17 @@ class Pattern:
         if cut is not None:
             _, c.len, dtype = cut
             c.dtype, c.device = layout.DTYPE_CODES[dtype], self._ordinals[key[2]]
-            self._note(plan, ctypes.addressof(c), key)
+            self._note(plan, c, "ptr", key)
 
-    def _note(self, plan: CachePlan, at: int, key: Key) -> None:
-        """Here the address of a plane will stand: 0 of one without bytes."""
-        offset, length, _ = plan.cuts[key]
-        if length:
-            word = (at - self._base) // _WORD_BYTES
-            self._words[word] = offset
-            self._slots.append((key, word))
+    def _note(self, plan: CachePlan, c: Any, field: str, key: Key) -> None:
+        """This field is the address of a plane: 0 of one without bytes."""
+        if plan.cuts[key][1]:
+            self._slots.append((key, self._word_of(c, field)))
+
+    def _word_of(self, c: Any, field: str) -> int:
+        """Which word a field of one of the structs is."""
+        at: int = ctypes.addressof(c) + getattr(type(c), field).offset - self._base
+        return at // _WORD_BYTES
 
 
 _known: weakref.WeakKeyDictionary[CachePlan, dict[Any, Pattern]] = weakref.WeakKeyDictionary()
@@ -125,10 +152,7 @@ def structs_of(plan: CachePlan, devices: Sequence[Any], planes: Planes) -> Cache
     found = known.get(kind)
     if found is None:
         found = known[kind] = Pattern(plan, *kind)
-    structs = found.made(planes)
-    for c, e in zip(structs.devices, devices, strict=True):
-        c.handle, c.stream = getattr(e, "c_handle", 0), getattr(getattr(e, "stream", None), "handle", 0)
-    return structs
+    return found.made(devices, planes)
 
 
 def _fill_cache(c: layout.CacheC, plan: CachePlan, n_devices: int) -> None:
