@@ -51,8 +51,12 @@ OWN = {
 ATTEND_OWN = (("k", "v", "pos_d", "health"), ("q", "part"))
 
 
-def run_batch(dev: Any, kernel: str, sequences: list[dict[str, Any]]) -> list[SimpleNamespace]:
+def run_batch(
+    dev: Any, kernel: str, sequences: list[dict[str, Any]], slot: int = -(2**40)
+) -> list[SimpleNamespace]:
     """One launch for sequences whose single launches have these arguments; what `run` would return for each.
+
+    slot: of the launch itself, which counts for none of them.
 
     gdn_scan and recur_step work in place: their state is `state_in`, and comes back as `state_out`.
     """
@@ -73,7 +77,7 @@ def run_batch(dev: Any, kernel: str, sequences: list[dict[str, Any]]) -> list[Si
         name: None if sequences[0][name] is None else np.concatenate([args[name].reshape(-1) for args in sequences])
         for name in split
     }
-    unused = {name: -(2**40) for name in ("slot", "max_ctx") if name in sequences[0]}  # the table's are used
+    unused = {name: value for name, value in (("slot", slot), ("max_ctx", -(2**40))) if name in sequences[0]}
     shared = {"seqs": table.reshape(-1), "n_seqs": len(sequences)}
     after = run(dev, kernel, **(sequences[0] | absent | joined | unused | shared))
     results = []

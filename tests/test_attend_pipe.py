@@ -209,20 +209,56 @@ def test_rows_that_nobody_sees_may_hold_anything(
         assert_same_bits(attend(dev, args).out, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(dev: Any, rng: np.random.Generator, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "slot"), [(1, -(2**40)), (3, -(2**40)), (1, 0), (1, 2**40)])
+def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(
+    dev: Any, rng: np.random.Generator, rows: int, slot: int
+) -> None:
     sequences = [
         attend_args(rng, rows, pos, heads=(24, 4), dims=(128, 128), room=room, tamper=growing)
         | {"pos_d": np.array([pos], np.int32), "slot": -7}
         for pos, room in ((0, 0), (400, 2), (63, 9), (64, 0), (130, 1))
     ]
     sequences[1]["q"][5] = np.nan  # is reported by its own record
-    parts = run_batch(dev, entry_of(dev, sequences[0]), sequences)
+    parts = run_batch(dev, entry_of(dev, sequences[0]), sequences, slot)
     outs = run_batch(dev, "attend_combine", [combine_args(a, part) for a, part in zip(sequences, parts, strict=True)])
     for args, out in zip(sequences, outs, strict=True):
         alone = attend(dev, args)
         assert_same_bits(out.out, alone.out.reshape(-1))
         assert np.array_equal(out.health, alone.health)
+
+
+# Entries of one geometry, and for any, with stages as large as a tile, half and a quarter of one.
+KNOWN: list[tuple[Heads, Dims, Pair]] = [
+    ((16, 2), (256, 256), PAIRS[0]), ((24, 4), (256, 256), PAIRS[0]), ((32, 8), (128, 128), PAIRS[0]),
+    ((16, 2), (256, 256), ("fp8", "fp8")), ((6, 2), (128, 128), ("q8_0", "q4_0")),
+    ((8, 1), (512, 512), ("q8_0", "fp8")), ((16, 2), (512, 512), PAIRS[0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "dims", "formats"), KNOWN)
+@pytest.mark.parametrize("pos", [0, 63, 64, 300])
+def test_the_hosts_position_beside_that_of_the_device_changes_no_bit(
+    dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair, pos: int
+) -> None:
+    """It tells blocks what to ask for early: what stands there, what does not any more, or what has no room."""
+    args = attend_args(rng, 1, pos, heads=heads, dims=dims, formats=formats, room=401 - pos)
+    expected = attend(dev, args)
+    assert_close(expected.out, args)
+    for beside in (-1, 0, pos - 1, pos, pos + 1, 400, 401, 402, 2**31, 2**40, -(2**40)):
+        got = attend(dev, args | {"slot": beside, "pos_d": np.array([pos], np.int32)})
+        assert_same_bits(got.out, expected.out)
+        assert np.array_equal(got.health, expected.health)
+
+
+@pytest.mark.parametrize(("heads", "dims", "formats"), KNOWN)
+def test_what_was_asked_for_early_is_dropped_where_the_position_is_none(
+    dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair
+) -> None:
+    args = attend_args(rng, 1, 200, heads=heads, dims=dims, formats=formats)
+    for pos in (-1, 201, 2**31 - 1):
+        part = run(dev, entry_of(dev, args), **args | {"pos_d": np.array([pos], np.int32)})
+        assert part.part.tobytes() == args["part"].tobytes()
+        assert faults(part.health) == {Fault.SLOT_RANGE: FaultCount(1, LAYER, max(pos, 0))}
 
 
 def test_a_slot_outside_the_cache_writes_nothing_and_is_reported(dev: Any, rng: np.random.Generator) -> None:
@@ -249,10 +285,13 @@ def test_blocks_of_any_number_of_columns_give_the_same_bits(cuda: Any, rng: np.r
     if cuda.arch != PIPE_ARCH:
         pytest.skip(f"these entries run on {PIPE_ARCH} only")
     heads, dims = {64: ((6, 2), (128, 128)), 128: ((8, 8), (64, 128)), 256: ((8, 8), (64, 192))}[width]
-    args = attend_args(rng, 5, 62, heads=heads, dims=dims, tamper=growing)
-    expected = attend(cuda, args, f"attend_pipe_{width}_8")
-    for columns in PIPE_COLUMNS[width]:
-        assert_same_bits(attend(cuda, args, f"attend_pipe_{width}_{columns}").out, expected.out)
+    for pos in (60, 62):
+        args = attend_args(rng, 5, pos, heads=heads, dims=dims, tamper=growing, room=3)
+        expected = attend(cuda, args, f"attend_pipe_{width}_8")
+        for columns in PIPE_COLUMNS[width]:
+            for slot in (-1, pos, 2**31):  # beside the device's position
+                beside = args | {"slot": slot, "pos_d": np.array([pos], np.int32)}
+                assert_same_bits(attend(cuda, beside, f"attend_pipe_{width}_{columns}").out, expected.out)
 
 
 def test_the_path_follows_from_the_geometry_alone() -> None:
