@@ -158,7 +158,7 @@ class Cache(CacheClock):
 
     def as_c(self) -> Any:
         """Pointer to the memra_cache struct; valid as long as this object lives."""
-        return ctypes.pointer(self._c)
+        return ctypes.pointer(self._structs.whole())
 
     # Snapshot and rollback.
 

@@ -30,13 +30,29 @@ _ids = itertools.count(1)
 
 
 class CacheStructs:
-    """The structs of one cache: one piece of memory, which each of them keeps alive."""
+    """The structs of one cache: one piece of memory, which each of them keeps alive.
 
-    def __init__(self, words: memoryview, arrays: dict[str, tuple[Any, int]]) -> None:
-        self._words, self._arrays = words, arrays
-        self.cache = layout.CacheC.from_buffer(words)
+    Somebody waits for the birth of a cache: it has the scalars of `cache`, and all else is made when it is asked for.
+    """
 
-    # Arrays, each made when it is first asked for.
+    def __init__(self, pattern: Pattern, devices: Sequence[Any], planes: Planes) -> None:
+        self._pattern, self._devices, self._planes = pattern, devices, planes
+        self._words = pattern.words.copy()
+        self.cache = layout.CacheC.from_buffer(self._words.data)  # pointers and slices are null before `whole`
+        self.cache.id = next(_ids)
+        if pattern.has_slices:
+            self.whole()
+
+    def whole(self) -> layout.CacheC:
+        """`cache` with all that it points to."""
+        _ = self._memory
+        return self.cache
+
+    @functools.cached_property
+    def _memory(self) -> memoryview:
+        """All of it, with every address."""
+        self._pattern.fill(self._words, ctypes.addressof(self.cache), self._devices, self._planes)
+        return self._words.data
 
     @functools.cached_property
     def kv(self) -> Any:
@@ -54,8 +70,8 @@ class CacheStructs:
         return self._array("devices")
 
     def _array(self, name: str) -> Any:
-        kind, begin = self._arrays[name]
-        return kind.from_buffer(self._words, begin)
+        kind, begin = self._pattern.arrays[name]
+        return kind.from_buffer(self._memory, begin)
 
 
 class Pattern:
@@ -67,33 +83,35 @@ class Pattern:
     def __init__(self, plan: CachePlan, ordinals: Sequence[int], arenas: Sequence[bool]) -> None:
         n = plan.cfg.n_layer
         end: int = ctypes.sizeof(layout.CacheC)
-        self._arrays: dict[str, tuple[Any, int]] = {}  # types, and the bytes where they begin
+        self.arrays: dict[str, tuple[Any, int]] = {}  # what the first struct points to: types, and where they begin
         for name, kind in (
             ("kv", layout.KvLayerC * n), ("recur", layout.RecurLayerC * n),
             ("devices", layout.CacheDeviceC * len(ordinals)),
         ):  # fmt: skip
-            self._arrays[name] = kind, end
+            self.arrays[name] = kind, end
             end += ctypes.sizeof(kind)
-        self._words = np.zeros(end // _WORD_BYTES, np.uint64)
+        self.words = np.zeros(end // _WORD_BYTES, np.uint64)
         self._ordinals = ordinals
         self._slots: list[tuple[Key, int]] = []  # planes, and the word that holds the address of each
-        structs = CacheStructs(self._words.data, self._arrays)
-        self._base = ctypes.addressof(structs.cache)
-        _fill_cache(structs.cache, plan, len(ordinals))
+        cache = layout.CacheC.from_buffer(self.words.data)
+        kv, recur, of_devices = (kind.from_buffer(self.words.data, begin) for kind, begin in self.arrays.values())
+        self._base = ctypes.addressof(cache)
+        _fill_cache(cache, plan, len(ordinals))
         for il, (d, has_kv, has_state) in enumerate(plan.kinds):
-            _fill_layer(structs.kv[il], structs.recur[il], plan, il)
-            c = structs.kv[il] if has_kv else structs.recur[il]
+            _fill_layer(kv[il], recur[il], plan, il)
+            c = kv[il] if has_kv else recur[il]
             for name in _SLICES[type(c)] if has_kv or has_state else ():
                 self._put(plan, getattr(c, name), (name, il, d))
             for field, name in _BORN.items() if has_state else ():
                 self._note(plan, c, field, (name, il, d))
-        for d, c in enumerate(structs.devices):
+        for d, c in enumerate(of_devices):
             c.ordinal, c.has_arena = ordinals[d], arenas[d]
             for name in ("pos_d", "health", *(("counters", "states") if arenas[d] else ())):
                 self._put(plan, getattr(c, name), (name, None, d))
-        for row in plan.planes:
-            if row.plane in ("logits", "taps"):
-                self._put(plan, getattr(structs.cache, row.plane), (row.plane, row.layer, row.device))
+        own = [row for row in plan.planes if row.plane in ("logits", "taps")]
+        for row in own:
+            self._put(plan, getattr(cache, row.plane), (row.plane, row.layer, row.device))
+        self.has_slices = bool(own)  # whether there are any in the first struct
         # Of each device with an arena: the words that are addresses there, and how far each is from where it begins.
         self._in_arena: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         for d in itertools.compress(range(len(arenas)), arenas):
@@ -101,12 +119,11 @@ class Pattern:
             offsets = np.array([plan.cuts[key][0] for key in keys], np.uint64)
             self._in_arena.append((d, np.array(places, np.intp), offsets))
         self._alone = [(key, word) for key, word in self._slots if not arenas[key[2]]]
-        self._pointers = [(self._word_of(structs.cache, name), begin) for name, (_, begin) in self._arrays.items()]
-        self._of_devices = [(self._word_of(c, "handle"), self._word_of(c, "stream")) for c in structs.devices]
+        self._pointers = [(self._word_of(cache, name), begin) for name, (_, begin) in self.arrays.items()]
+        self._of_devices = [(self._word_of(c, "handle"), self._word_of(c, "stream")) for c in of_devices]
 
-    def made(self, devices: Sequence[Any], planes: Planes) -> CacheStructs:
-        """The structs of a cache on these devices that was given these planes."""
-        array = self._words.copy()
+    def fill(self, array: np.ndarray[Any, Any], base: int, devices: Sequence[Any], planes: Planes) -> None:
+        """Puts addresses into a copy of `words` at `base`: of its own parts, of the devices and of the planes."""
         for d, at, offsets in self._in_arena:
             array[at] = offsets + np.uint64(planes.arenas[d].ptr)
         words = array.data
@@ -114,12 +131,8 @@ class Pattern:
             words[word] = planes[key].ptr
         for (handle, stream), e in zip(self._of_devices, devices, strict=True):
             words[handle], words[stream] = getattr(e, "c_handle", 0), getattr(getattr(e, "stream", None), "handle", 0)
-        structs = CacheStructs(words, self._arrays)
-        base = ctypes.addressof(structs.cache)
         for word, begin in self._pointers:
             words[word] = base + begin
-        structs.cache.id = next(_ids)
-        return structs
 
     def _put(self, plan: CachePlan, c: layout.SliceC, key: Key) -> None:
         """A slice: all but its address."""
@@ -152,7 +165,7 @@ def structs_of(plan: CachePlan, devices: Sequence[Any], planes: Planes) -> Cache
     found = known.get(kind)
     if found is None:
         found = known[kind] = Pattern(plan, *kind)
-    return found.made(devices, planes)
+    return CacheStructs(found, devices, planes)
 
 
 def _fill_cache(c: layout.CacheC, plan: CachePlan, n_devices: int) -> None:
