@@ -287,24 +287,13 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
     if (warp >= TEAM_WARPS) {
         memra_give_registers<BRING_REGISTERS>();
         uint8_t* const ring = memra_settled_shared(bytes);
-        const int c = warp - TEAM_WARPS;
-        const bool brings = threadIdx.x % 32 == 0;
-        // K of the first stage, where it can be known, is asked for while the position is on its way.
-        int early = NT == 1 && brings ? launch.known_stage(b) : -1;
-        if (early >= 0) bring(b.k, ring, k_turn, launch.k, c, early, b.tokens, (int)launch.max_ctx);
         while (tasks.next(b, launch)) {
-            if (!brings) continue;
+            if (threadIdx.x % 32 != 0) continue;
             const Task& task = tasks.task;
             const uint8_t *const k = launch.k_of(task.seq), *const v = launch.v_of(task.seq);
-            const int tokens = (int)launch.tokens_of(task.seq);
+            const int tokens = (int)launch.tokens_of(task.seq), c = warp - TEAM_WARPS;
             int first_of_v = -1;
-            auto walk = tasks.walk;
-            if (K_AHEAD && early >= 0) {  // which it is
-                first_of_v = early;
-                early = -1;
-                walk.next(b);
-            }
-            for (; walk.more(); walk.next(b)) {
+            for (auto walk = tasks.walk; walk.more(); walk.next(b)) {
                 bring(b.k, ring, k_turn, k, c, (int)walk.token, b.tokens, tokens);
                 if (!K_AHEAD) first_of_v = (int)walk.token;
                 if (first_of_v >= 0) bring(b.v, ring, v_turn, v, c, first_of_v, b.tokens, tokens);
@@ -312,7 +301,6 @@ static __device__ __forceinline__ void attend(const Block& b, const Launch<PIECE
             }
             if (K_AHEAD) bring(b.v, ring, v_turn, v, c, first_of_v, b.tokens, tokens);
         }
-        if (early >= 0) memra_pipe_wait(b.k.full_pipe(ring, 0), 0);  // asked for in vain: no block ends before its copies have
     } else {
         memra_take_registers<COMPUTE_REGISTERS>();
         if (warp >= computing) return;

@@ -79,14 +79,6 @@ struct Launch {
         const int tiles = (view.last(view.columns - 1) >> b.tile_shift) - (view.first(0) >> b.tile_shift) + 1;
         return tiles * eights(b, tiles) <= GROUPS / 2;
     }
-    // The first key of a block's first stage where that does not hang on the position: of one sequence, in groups, one chunk of
-    // columns without a window. -1 of others, and where it has no key by the host's position, from which pos_d may have
-    // moved either way.
-    __device__ int known_stage(const Block& b) const {
-        const long long key = (long long)blockIdx.x << b.tile_shift;
-        const bool is_known = COUNT == 1 && !seqs && window == 0 && columns() <= 8;
-        return is_known && key <= slot ? (int)key : -1;
-    }
     // Whether a task is the one of its columns that tells of queries that are not finite: whose piece has the first key.
     __device__ bool reports(const Block& b, const Task& task, const View& view) const {
         return (view.first(0) >> b.tile_shift) % GROUPS / COUNT == task.piece;

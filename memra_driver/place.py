@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memra_driver.errors import DriverError, DriverOutOfMemory, MemraError, OutOfMemory, UnsupportedError
+from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
 from memra_driver.memory import Borrowed, run_all
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
@@ -126,8 +126,8 @@ def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
     Returns the planes by key and the allocations that own them. Raises OutOfMemory as check_fit, DriverError. On a
     failure nothing stays allocated.
     """
-    # What is free is asked before the first of several allocations. One of a GPU is made or refused as a whole, and a
-    # birth need not wait for the answer; a host grants more than it has.
+    # What is free is asked before the first of several allocations. A GPU makes a single one or refuses it as a whole,
+    # so a birth there is spared the question; a host grants more than it has, so it is always asked.
     is_one = len(devices) == 1 and has_arena(devices[0]) and ordinal(devices[0]) >= 0
     if not is_one:
         check_fit(plan, devices)
@@ -147,9 +147,9 @@ def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
                 planes.put((row.plane, row.layer, row.device), plane)
     except BaseException as error:
         close_slices(owners)
-        if is_one and isinstance(error, DriverOutOfMemory):
+        if is_one and isinstance(error, Exception):
             with contextlib.suppress(DriverError):
-                check_fit(plan, devices)
+                check_fit(plan, devices)  # need and free in words, where they can be told
         raise
     return planes, owners
 

@@ -64,7 +64,7 @@ class CacheRules:
     _c: layout.CacheC
     _structs: CacheStructs
 
-    # Somebody waits for the birth of a cache: what is seen of its structs is made when it is first asked for.
+    # Made when first asked for, as CacheStructs says.
 
     @functools.cached_property
     def kv(self) -> list[KvLayer | None]:

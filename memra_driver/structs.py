@@ -1,7 +1,7 @@
 """The C structs of a cache, filled from its plan.
 
-A plan knows everything that stands in them but where its planes lie and whose device has them, so it is written down
-once for devices of one kind, and each cache takes a copy and adds the addresses.
+A plan knows all that stands in them but addresses and handles. So it is written down once for devices of one kind, a
+Pattern, and each cache takes a copy and puts those in.
 """
 
 from __future__ import annotations
@@ -32,125 +32,116 @@ _ids = itertools.count(1)
 class CacheStructs:
     """The structs of one cache: one piece of memory, which each of them keeps alive.
 
-    Somebody waits for the birth of a cache: it has the scalars of `cache`, and all else is made when it is asked for.
+    Somebody waits for the birth of a cache. So addresses within arenas, and arrays, are made when they are asked for,
+    of what was known at birth: the cache and its devices may be closed by then.
     """
 
     def __init__(self, pattern: Pattern, devices: Sequence[Any], planes: Planes) -> None:
-        self._pattern, self._devices, self._planes = pattern, devices, planes
-        self._words = pattern.words.copy()
-        self.cache = layout.CacheC.from_buffer(self._words.data)  # pointers and slices are null before `whole`
+        self._pattern, self._array = pattern, pattern.words.copy()
+        words = self._array.data
+        self.cache = layout.CacheC.from_buffer(words)  # to be handed to others as `whole`
         self.cache.id = next(_ids)
+        base = ctypes.addressof(self.cache)
+        for word, begin in pattern.pointers:
+            words[word] = base + begin
+        for (handle, stream), e in zip(pattern.of_devices, devices, strict=True):
+            words[handle], words[stream] = getattr(e, "c_handle", 0), getattr(getattr(e, "stream", None), "handle", 0)
+        for key, word in pattern.apart:
+            words[word] = planes[key].ptr
+        self._arenas = {d: arena.ptr for d, arena in planes.arenas.items()}
         if pattern.has_slices:
             self.whole()
 
     def whole(self) -> layout.CacheC:
-        """`cache` with all that it points to."""
-        _ = self._memory
+        """`cache`, and all that it points to, with every address."""
+        _ = self._words  # puts them in
         return self.cache
 
     @functools.cached_property
-    def _memory(self) -> memoryview:
-        """All of it, with every address."""
-        self._pattern.fill(self._words, ctypes.addressof(self.cache), self._devices, self._planes)
-        return self._words.data
+    def _words(self) -> memoryview:
+        for d, at, offsets in self._pattern.in_arenas:
+            self._array[at] = offsets + np.uint64(self._arenas[d])
+        return self._array.data
 
     @functools.cached_property
     def kv(self) -> Any:
         """A KvLayerC of each layer."""
-        return self._array("kv")
+        return self._pattern.array("kv", self._words)
 
     @functools.cached_property
     def recur(self) -> Any:
         """A RecurLayerC of each layer."""
-        return self._array("recur")
-
-    @functools.cached_property
-    def devices(self) -> Any:
-        """A CacheDeviceC of each device."""
-        return self._array("devices")
-
-    def _array(self, name: str) -> Any:
-        kind, begin = self._pattern.arrays[name]
-        return kind.from_buffer(self._memory, begin)
+        return self._pattern.array("recur", self._words)
 
 
 class Pattern:
-    """The structs of the caches of a plan on devices of these ordinals, before their planes have addresses.
+    """The structs of the caches of a plan on devices of these ordinals, as words of 8 bytes without addresses.
 
     arenas: which devices have one.
     """
 
     def __init__(self, plan: CachePlan, ordinals: Sequence[int], arenas: Sequence[bool]) -> None:
-        n = plan.cfg.n_layer
-        end: int = ctypes.sizeof(layout.CacheC)
-        self.arrays: dict[str, tuple[Any, int]] = {}  # what the first struct points to: types, and where they begin
+        n, end = plan.cfg.n_layer, ctypes.sizeof(layout.CacheC)
+        self._arrays: dict[str, tuple[Any, int]] = {}  # what the first struct points to: types, and where they begin
         for name, kind in (
             ("kv", layout.KvLayerC * n), ("recur", layout.RecurLayerC * n),
             ("devices", layout.CacheDeviceC * len(ordinals)),
         ):  # fmt: skip
-            self.arrays[name] = kind, end
+            self._arrays[name] = kind, end
             end += ctypes.sizeof(kind)
         self.words = np.zeros(end // _WORD_BYTES, np.uint64)
-        self._ordinals = ordinals
-        self._slots: list[tuple[Key, int]] = []  # planes, and the word that holds the address of each
         cache = layout.CacheC.from_buffer(self.words.data)
-        kv, recur, of_devices = (kind.from_buffer(self.words.data, begin) for kind, begin in self.arrays.values())
-        self._base = ctypes.addressof(cache)
+        kv, recur, of_devices = (self.array(name, self.words.data) for name in self._arrays)
+        base = ctypes.addressof(cache)
+
+        def word_of(c: Any, field: str) -> int:
+            """Which word a field of one of the structs is."""
+            at: int = ctypes.addressof(c) + getattr(type(c), field).offset - base
+            return at // _WORD_BYTES
+
+        slots: list[tuple[Key, int]] = []  # planes, and the word that holds the address of each; none of 0 bytes
+
+        def put(c: Any, field: str, key: Key) -> None:
+            """All of a slice but its address, which goes to a slot."""
+            if key in plan.cuts:
+                c_slice = getattr(c, field)
+                _, c_slice.len, dtype = plan.cuts[key]
+                c_slice.dtype, c_slice.device = layout.DTYPE_CODES[dtype], ordinals[key[2]]
+                if c_slice.len:
+                    slots.append((key, word_of(c_slice, "ptr")))
+
         _fill_cache(cache, plan, len(ordinals))
         for il, (d, has_kv, has_state) in enumerate(plan.kinds):
             _fill_layer(kv[il], recur[il], plan, il)
             c = kv[il] if has_kv else recur[il]
             for name in _SLICES[type(c)] if has_kv or has_state else ():
-                self._put(plan, getattr(c, name), (name, il, d))
+                put(c, name, (name, il, d))
             for field, name in _BORN.items() if has_state else ():
-                self._note(plan, c, field, (name, il, d))
+                if plan.cuts[name, il, d][1]:
+                    slots.append(((name, il, d), word_of(c, field)))
         for d, c in enumerate(of_devices):
             c.ordinal, c.has_arena = ordinals[d], arenas[d]
             for name in ("pos_d", "health", *(("counters", "states") if arenas[d] else ())):
-                self._put(plan, getattr(c, name), (name, None, d))
-        own = [row for row in plan.planes if row.plane in ("logits", "taps")]
-        for row in own:
-            self._put(plan, getattr(cache, row.plane), (row.plane, row.layer, row.device))
-        self.has_slices = bool(own)  # whether there are any in the first struct
+                put(c, name, (name, None, d))
+        reserved = [row for row in plan.planes if row.plane in ("logits", "taps")]
+        for row in reserved:
+            put(cache, row.plane, (row.plane, row.layer, row.device))
+
+        self.has_slices = bool(reserved)  # whether the first struct has any
         # Of each device with an arena: the words that are addresses there, and how far each is from where it begins.
-        self._in_arena: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self.in_arenas: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         for d in itertools.compress(range(len(arenas)), arenas):
-            keys, places = zip(*(slot for slot in self._slots if slot[0][2] == d), strict=True)
+            keys, words = zip(*(slot for slot in slots if slot[0][2] == d), strict=True)
             offsets = np.array([plan.cuts[key][0] for key in keys], np.uint64)
-            self._in_arena.append((d, np.array(places, np.intp), offsets))
-        self._alone = [(key, word) for key, word in self._slots if not arenas[key[2]]]
-        self._pointers = [(self._word_of(cache, name), begin) for name, (_, begin) in self.arrays.items()]
-        self._of_devices = [(self._word_of(c, "handle"), self._word_of(c, "stream")) for c in of_devices]
+            self.in_arenas.append((d, np.array(words, np.intp), offsets))
+        self.apart = [(key, word) for key, word in slots if not arenas[key[2]]]  # each an allocation of its own
+        self.pointers = [(word_of(cache, name), begin) for name, (_, begin) in self._arrays.items()]
+        self.of_devices = [(word_of(c, "handle"), word_of(c, "stream")) for c in of_devices]
 
-    def fill(self, array: np.ndarray[Any, Any], base: int, devices: Sequence[Any], planes: Planes) -> None:
-        """Puts addresses into a copy of `words` at `base`: of its own parts, of the devices and of the planes."""
-        for d, at, offsets in self._in_arena:
-            array[at] = offsets + np.uint64(planes.arenas[d].ptr)
-        words = array.data
-        for key, word in self._alone:
-            words[word] = planes[key].ptr
-        for (handle, stream), e in zip(self._of_devices, devices, strict=True):
-            words[handle], words[stream] = getattr(e, "c_handle", 0), getattr(getattr(e, "stream", None), "handle", 0)
-        for word, begin in self._pointers:
-            words[word] = base + begin
-
-    def _put(self, plan: CachePlan, c: layout.SliceC, key: Key) -> None:
-        """A slice: all but its address."""
-        cut = plan.cuts.get(key)
-        if cut is not None:
-            _, c.len, dtype = cut
-            c.dtype, c.device = layout.DTYPE_CODES[dtype], self._ordinals[key[2]]
-            self._note(plan, c, "ptr", key)
-
-    def _note(self, plan: CachePlan, c: Any, field: str, key: Key) -> None:
-        """This field is the address of a plane: 0 of one without bytes."""
-        if plan.cuts[key][1]:
-            self._slots.append((key, self._word_of(c, field)))
-
-    def _word_of(self, c: Any, field: str) -> int:
-        """Which word a field of one of the structs is."""
-        at: int = ctypes.addressof(c) + getattr(type(c), field).offset - self._base
-        return at // _WORD_BYTES
+    def array(self, name: str, words: memoryview) -> Any:
+        """The structs of this field of the first one."""
+        kind, begin = self._arrays[name]
+        return kind.from_buffer(words, begin)
 
 
 _known: weakref.WeakKeyDictionary[CachePlan, dict[Any, Pattern]] = weakref.WeakKeyDictionary()

@@ -141,6 +141,22 @@ def test_what_a_birth_on_one_gpu_asks_of_the_driver(make_dev: MakeDev, standin: 
 
 
 @pytest.mark.standin
+def test_a_device_of_the_users_own_that_refuses_in_its_own_words(
+    make_dev: MakeDev, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(n: int) -> Any:
+        raise MemoryError(f"{n}")
+
+    e = make_dev("cuda")
+    monkeypatch.setattr(e, "alloc_arena", refuses)
+    with pytest.raises(MemoryError):  # it fits, so that was no answer to the question
+        Cache.new(e, tiny(), 64, policy=POLICY)
+    standin.set_total_memory(0, 1000)
+    with pytest.raises(OutOfMemory, match="which has 1000 free"):
+        Cache.new(e, tiny(), 64, policy=POLICY)
+
+
+@pytest.mark.standin
 def test_what_is_free_cannot_be_told_either(make_dev: MakeDev, standin: StandIn) -> None:
     e = make_dev("cuda")
     standin.set_total_memory(0, CachePlan(tiny(), 64, POLICY).arena_bytes - 1)

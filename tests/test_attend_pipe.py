@@ -228,19 +228,18 @@ def test_a_sequence_of_a_batch_gets_the_bits_of_its_own_call(
 
 
 # Entries of one geometry, and for any, with stages as large as a tile, half and a quarter of one.
-KNOWN: list[tuple[Heads, Dims, Pair]] = [
+ONE_ROW: list[tuple[Heads, Dims, Pair]] = [
     ((16, 2), (256, 256), PAIRS[0]), ((24, 4), (256, 256), PAIRS[0]), ((32, 8), (128, 128), PAIRS[0]),
     ((16, 2), (256, 256), ("fp8", "fp8")), ((6, 2), (128, 128), ("q8_0", "q4_0")),
     ((8, 1), (512, 512), ("q8_0", "fp8")), ((16, 2), (512, 512), PAIRS[0]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("heads", "dims", "formats"), KNOWN)
+@pytest.mark.parametrize(("heads", "dims", "formats"), ONE_ROW)
 @pytest.mark.parametrize("pos", [0, 63, 64, 300])
-def test_the_hosts_position_beside_that_of_the_device_changes_no_bit(
+def test_the_hosts_position_counts_for_nothing_beside_that_of_the_device(
     dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair, pos: int
 ) -> None:
-    """It tells blocks what to ask for early: what stands there, what does not any more, or what has no room."""
     args = attend_args(rng, 1, pos, heads=heads, dims=dims, formats=formats, room=401 - pos)
     expected = attend(dev, args)
     assert_close(expected.out, args)
@@ -250,8 +249,8 @@ def test_the_hosts_position_beside_that_of_the_device_changes_no_bit(
         assert np.array_equal(got.health, expected.health)
 
 
-@pytest.mark.parametrize(("heads", "dims", "formats"), KNOWN)
-def test_what_was_asked_for_early_is_dropped_where_the_position_is_none(
+@pytest.mark.parametrize(("heads", "dims", "formats"), ONE_ROW)
+def test_a_position_of_the_device_outside_the_cache_is_reported_beside_a_slot_within(
     dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair
 ) -> None:
     args = attend_args(rng, 1, 200, heads=heads, dims=dims, formats=formats)

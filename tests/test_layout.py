@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from caches import POLICY, attention_only, tiny
+from conftest import MakeDev
 
 import memra_driver
 from memra_driver import layout, nvrtc
@@ -247,6 +248,23 @@ def test_the_structs_live_as_long_as_any_of_them() -> None:
     del pointer
     gc.collect()
     assert (layer.max_ctx, layer.kv_dim_k, layer.len) == (16, 128, 0)
+
+
+@pytest.mark.parametrize("first", ["cache", "device"])
+def test_the_structs_of_what_is_closed_can_still_be_read(make_dev: MakeDev, first: str) -> None:
+    for kind in ("host", "cuda"):
+        e = make_dev(kind)
+        cache, seen = (Cache.new(e, tiny(), 16, policy=POLICY) for _ in range(2))
+        c = seen.as_c().contents
+        for each in (cache, e) if first == "cache" else (e, cache):
+            each.close()
+        mine = cache.as_c().contents
+        assert [layer and layer.kv_dim_k for layer in cache.kv] == [layer and layer.kv_dim_k for layer in seen.kv]
+        assert [layer and layer.swaps for layer in cache.recur] == [layer and layer.swaps for layer in seen.recur]
+        assert mine.kv[3].k.ptr - mine.recur[0].home == c.kv[3].k.ptr - c.recur[0].home
+        assert mine.kv[3].k.ptr != c.kv[3].k.ptr != 0
+        assert mine.devices[0].stream == c.devices[0].stream
+        seen.close()
 
 
 def test_a_cache_that_nobody_holds_is_gone_without_the_collector() -> None:
