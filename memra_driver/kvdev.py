@@ -8,6 +8,7 @@
     launch(name, ...)  the kernel table
     count_from(e, ptr) an i32 that another device knows, here
     mem_info()         (available, total) bytes
+    overcommits        False: an allocation that it has no room for is refused, with DriverOutOfMemory
     ordinal            CUDA ordinal, -1 for host memory
 """
 
@@ -194,6 +195,7 @@ class CudaDev(_SliceDev):
     UnsupportedError for a GPU older than the kernels need.
     """
 
+    overcommits = False
     prepares = True
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memra_driver.errors import DriverError, MemraError, OutOfMemory, UnsupportedError
+from memra_driver.errors import DriverError, DriverOutOfMemory, MemraError, OutOfMemory, UnsupportedError
 from memra_driver.memory import Borrowed, run_all
 from memra_driver.plan import ALIGN_BYTES, CachePlan, PlanRow
 
@@ -25,6 +25,11 @@ COUNTERS_PER_LAUNCH = 128
 def has_arena(e: Any) -> bool:
     """Whether e keeps all planes of a cache in one allocation."""
     return bool(getattr(e, "arena", False))
+
+
+def overcommits(e: Any) -> bool:
+    """Whether e may grant more memory than it has, as a host does; so may a device that does not tell."""
+    return bool(getattr(e, "overcommits", True))
 
 
 def has_kernels(e: Any) -> bool:
@@ -126,10 +131,10 @@ def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
     Returns the planes by key and the allocations that own them. Raises OutOfMemory as check_fit, DriverError. On a
     failure nothing stays allocated.
     """
-    # What is free is asked before the first of several allocations. A GPU makes a single one or refuses it as a whole,
-    # so a birth there is spared the question; a host grants more than it has, so it is always asked.
-    is_one = len(devices) == 1 and has_arena(devices[0]) and ordinal(devices[0]) >= 0
-    if not is_one:
+    # What is free is asked before the first allocation. Where there is only one, on a device that makes or refuses it
+    # as a whole, a birth is spared the question.
+    is_judged = len(devices) == 1 and has_arena(devices[0]) and not overcommits(devices[0])
+    if not is_judged:
         check_fit(plan, devices)
     planes = Planes(plan)
     owners: list[Any] = []
@@ -147,7 +152,7 @@ def place(plan: CachePlan, devices: Sequence[Any]) -> tuple[Planes, list[Any]]:
                 planes.put((row.plane, row.layer, row.device), plane)
     except BaseException as error:
         close_slices(owners)
-        if is_one and isinstance(error, Exception):
+        if is_judged and isinstance(error, DriverOutOfMemory):
             with contextlib.suppress(DriverError):
                 check_fit(plan, devices)  # need and free in words, where they can be told
         raise

@@ -141,19 +141,27 @@ def test_what_a_birth_on_one_gpu_asks_of_the_driver(make_dev: MakeDev, standin: 
 
 
 @pytest.mark.standin
-def test_a_device_of_the_users_own_that_refuses_in_its_own_words(
-    make_dev: MakeDev, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+def test_a_device_of_the_users_own_is_asked_what_is_free_before_it_allocates(
+    make_dev: MakeDev, standin: StandIn
 ) -> None:
-    def refuses(n: int) -> Any:
-        raise MemoryError(f"{n}")
+    class Own:
+        """Has all that a CudaDev has but its word that it refuses what it has no room for."""
 
-    e = make_dev("cuda")
-    monkeypatch.setattr(e, "alloc_arena", refuses)
-    with pytest.raises(MemoryError):  # it fits, so that was no answer to the question
-        Cache.new(e, tiny(), 64, policy=POLICY)
+        def __init__(self, e: Any) -> None:
+            self.e = e
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "overcommits":
+                raise AttributeError(name)
+            return getattr(self.e, name)
+
+    e = Own(make_dev("cuda"))
+    Cache.new(e, tiny(), 64, policy=POLICY).close()
     standin.set_total_memory(0, 1000)
+    standin.clear_trace()
     with pytest.raises(OutOfMemory, match="which has 1000 free"):
         Cache.new(e, tiny(), 64, policy=POLICY)
+    assert standin.trace() == []
 
 
 @pytest.mark.standin

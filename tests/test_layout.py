@@ -250,21 +250,21 @@ def test_the_structs_live_as_long_as_any_of_them() -> None:
     assert (layer.max_ctx, layer.kv_dim_k, layer.len) == (16, 128, 0)
 
 
+@pytest.mark.parametrize("arena", [True, False])
+@pytest.mark.parametrize("kind", ["host", "cuda"])
 @pytest.mark.parametrize("first", ["cache", "device"])
-def test_the_structs_of_what_is_closed_can_still_be_read(make_dev: MakeDev, first: str) -> None:
-    for kind in ("host", "cuda"):
-        e = make_dev(kind)
-        cache, seen = (Cache.new(e, tiny(), 16, policy=POLICY) for _ in range(2))
-        c = seen.as_c().contents
-        for each in (cache, e) if first == "cache" else (e, cache):
-            each.close()
-        mine = cache.as_c().contents
-        assert [layer and layer.kv_dim_k for layer in cache.kv] == [layer and layer.kv_dim_k for layer in seen.kv]
-        assert [layer and layer.swaps for layer in cache.recur] == [layer and layer.swaps for layer in seen.recur]
-        assert mine.kv[3].k.ptr - mine.recur[0].home == c.kv[3].k.ptr - c.recur[0].home
-        assert mine.kv[3].k.ptr != c.kv[3].k.ptr != 0
-        assert mine.devices[0].stream == c.devices[0].stream
-        seen.close()
+def test_the_structs_of_what_is_closed_can_still_be_read(make_dev: MakeDev, first: str, kind: str, arena: bool) -> None:
+    e = make_dev(kind, arena=arena)
+    cache = Cache.new(e, tiny(), 16, policy=POLICY)
+    born = {name: ptr for name, ptr, _, _ in cache.regions()}
+    stream = e.stream.handle if kind == "cuda" else 0
+    for each in (cache, e) if first == "cache" else (e, cache):
+        each.close()
+    c = cache.as_c().contents
+    assert (c.state, c.devices[0].stream, c.devices[0].has_arena) == (CacheState.CLOSED, stream, arena)
+    assert (c.kv[3].k.ptr, c.recur[0].home) == (born["layer03.k"], born["layer00.ssm_state"])
+    assert [layer and layer.len for layer in cache.kv] == [None, None, None, 0] * 2
+    assert [layer and layer.swaps for layer in cache.recur] == [0, 0, 0, None] * 2
 
 
 def test_a_cache_that_nobody_holds_is_gone_without_the_collector() -> None:
