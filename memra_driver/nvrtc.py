@@ -64,12 +64,17 @@ def include_files(source: str, folder: Path | None = None) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     todo = [read_source(root / source)]
     while todo:
-        for match in _INCLUDE.finditer(todo.pop()):
-            name = match[1].decode(errors="replace")
+        for name in _included(todo.pop()):
             if name not in (*found, *HOST_ONLY) and (root / name).is_file():  # the compiler reports one that it misses
                 found[name] = read_source(root / name)
                 todo.append(found[name])
     return dict(sorted(found.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _included(text: bytes) -> list[str]:
+    """The names that a source or header includes; most headers are asked for with every source."""
+    return [name.decode(errors="replace") for name in _INCLUDE.findall(text)]
 
 
 def read_source(path: Path) -> bytes:
@@ -107,12 +112,20 @@ def text_key(source: str, arch: str, folder: Path | None = None) -> str:
 
 def cache_key(source: str, arch: str, folder: Path | None = None) -> str:
     """`text_key` and the version of NVRTC: the name of the entry in the cache folder."""
-    return hash_parts([text_key(source, arch, folder).encode(), "{}.{}".format(*version()).encode()])
+    return _with_version(text_key(source, arch, folder))
+
+
+def _with_version(key: str) -> str:
+    return hash_parts([key.encode(), "{}.{}".format(*version()).encode()])
 
 
 def prebuilt_path(source: str, arch: str, folder: Path | None = None) -> Path:
     """Where a wheel keeps this cubin. The name does not depend on NVRTC, so that none need be installed."""
-    return prebuilt_dir() / arch / f"{Path(source).stem}.{text_key(source, arch, folder)[:16]}.cubin"
+    return _prebuilt(source, arch, text_key(source, arch, folder))
+
+
+def _prebuilt(source: str, arch: str, key: str) -> Path:
+    return prebuilt_dir() / arch / f"{Path(source).stem}.{key[:16]}.cubin"
 
 
 # The cache on disk
@@ -128,6 +141,12 @@ def cache_dir() -> Path | None:
         return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "memra_driver"
     except RuntimeError:
         return None
+
+
+def _entry(key: str) -> Path | None:
+    """Where the cache keeps the cubin of this text_key; None where there is no cache."""
+    cache = cache_dir()
+    return None if cache is None else cache / f"{_with_version(key)}.cubin"
 
 
 def _load_entry(path: Path) -> bytes | None:
@@ -318,13 +337,13 @@ def _check_arch(arch: str) -> None:
 def compile_cubin(source: str, arch: str, folder: Path | None = None) -> bytes:
     """The cubin of one source file, from the package, the cache or the compiler. Raises CompileError, NoDriver."""
     _check_arch(arch)
+    key = text_key(source, arch, folder)
     with contextlib.suppress(OSError):
-        prebuilt = prebuilt_path(source, arch, folder).read_bytes()
+        prebuilt = _prebuilt(source, arch, key).read_bytes()
         if prebuilt.startswith(ELF):
             log.debug("%s for %s came with the package", source, arch)
             return prebuilt
-    cache = cache_dir()
-    entry = None if cache is None else cache / f"{cache_key(source, arch, folder)}.cubin"
+    entry = _entry(key)
     cubin = None if entry is None else _load_entry(entry)
     if cubin is not None:
         log.debug("%s for %s came from the cache", source, arch)
@@ -357,9 +376,23 @@ def compile_sources(names: Sequence[str], arch: str) -> dict[str, bytes]:
 def _compiled(
     pairs: Sequence[tuple[str, str]], jobs: int | None = None, folder: Path | None = None
 ) -> list[bytes]:
-    """The cubin of each (source, arch)."""
-    with ThreadPoolExecutor(max_workers=jobs or os.cpu_count()) as pool:
-        return list(pool.map(lambda pair: compile_cubin(pair[0], pair[1], folder), pairs))
+    """The cubin of each (source, arch). What is kept already is read here: threads would wait for each other."""
+    missing = [pair for pair in pairs if not _is_kept(pair[0], pair[1], folder)]
+    made: dict[tuple[str, str], bytes] = {}
+    if missing:
+        with ThreadPoolExecutor(max_workers=jobs or os.cpu_count()) as pool:
+            cubins = pool.map(lambda pair: compile_cubin(pair[0], pair[1], folder), missing)
+            made = dict(zip(missing, cubins, strict=True))
+    return [made.get(pair) or compile_cubin(pair[0], pair[1], folder) for pair in pairs]
+
+
+def _is_kept(source: str, arch: str, folder: Path | None) -> bool:
+    """Whether a file of this cubin came with the package or stands in the cache."""
+    key = text_key(source, arch, folder)
+    if _prebuilt(source, arch, key).is_file():
+        return True
+    entry = _entry(key)
+    return entry is not None and entry.is_file()
 
 
 def cubin_files(arch: str) -> list[Path]:

@@ -275,6 +275,21 @@ def test_an_architecture_older_than_the_kernels_need_is_refused_before_the_compi
             call()
 
 
+def test_compile_all_compiles_what_is_not_kept(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nvrtc.compile_all(["sm_80", "sm_90"], folder=folder)
+    assert len(first) == 2 * len(nvrtc.sources(folder))
+    lost = next(path for path in cache.glob("*.cubin"))
+    lost.unlink()
+    compiled, found = [], nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *args: compiled.append(args) or found(*args))
+    assert nvrtc.compile_all(["sm_80", "sm_90"], folder=folder) == first
+    assert len(compiled) == 1
+    assert lost.is_file()
+    monkeypatch.setattr(nvrtc, "ThreadPoolExecutor", None)  # nothing is left for threads to do
+    assert nvrtc.compile_all(["sm_80", "sm_90"], folder=folder) == first
+    assert len(compiled) == 1
+
+
 def test_compile_all_covers_every_pair(folder: Path, cache: Path) -> None:
     (folder / "more.cu").write_text('extern "C" __global__ void more(int* x) { x[0] = 1; }\n')
     cubins = nvrtc.compile_all(["sm_80", "sm_90"], jobs=2, folder=folder)

@@ -85,13 +85,13 @@ def _births(bench: Bench, sizes: Sizes, cfg: ModelConfig) -> Iterator[Row]:
 
     Beside each the driver's part of it: one allocation of as many bytes and their clear.
     """
-    e, made, name = bench.e, [], f"Cache.new at {sizes.new_tokens}"
-    n_bytes = CachePlan(cfg, sizes.new_tokens, FormatPolicy()).arena_bytes
+    e, made, name, policy = bench.e, [], f"Cache.new at {sizes.new_tokens}", FormatPolicy()
+    n_bytes = CachePlan(cfg, sizes.new_tokens, policy).arena_bytes
     birth, end = raw_birth(bench, n_bytes)
     for kept, title in ((0, name), (1 << 40, f"{name}, memory kept")):
         e.keep_memory(kept)
         seconds = bench.host_seconds(
-            lambda: made.append(Cache.new(e, cfg, sizes.new_tokens, policy=FormatPolicy())), 1,
+            lambda: made.append(Cache.new(e, cfg, sizes.new_tokens, policy=policy)), 1,
             after=lambda: made.pop().close(),
         )  # fmt: skip
         yield Row("snapshot", title, host_seconds=seconds)
