@@ -140,6 +140,14 @@ def _keep_kernels() -> None:
     driver.library_unload = lambda library: None
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a GPU a test begins as a thread does, with no context current: torch takes the device of that for its own."""
+    if item.config.getoption("--gpu"):
+        from memra_driver import driver
+
+        driver.ctx_set_current(0)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elsewhere = standin_module.SANITIZED or any(metafunc.config.getoption(name) for name in ("--gpu", "--deferred"))
     elsewhere |= any(metafunc.definition.iter_markers("at_once"))
