@@ -80,7 +80,7 @@ class CudaContext(Closing):
         """`bind`, for calls that hand the driver a stream, an event or memory.
 
         It follows such a handle without a look at the context: where somebody destroyed that, the process may die.
-        Launches it refuses by itself.
+        What is prepared is launched without this call, of which it would take a tenth more.
         """
         self.bind()
         self.check_alive()

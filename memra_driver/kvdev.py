@@ -242,7 +242,7 @@ class CudaDev(_SliceDev):
 
     def launch(self, name: str, *args: Any) -> None:
         """Enqueues a kernel of the table; the first use of a source may compile it."""
-        self.context.bind()
+        self.context.bind_alive()
         plan = self.kernels.plan(name)
         plan.launch(self.stream.handle, args)
 
