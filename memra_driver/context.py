@@ -79,8 +79,8 @@ class CudaContext(Closing):
     def bind_alive(self) -> None:
         """`bind`, for calls that hand the driver a stream, an event or memory.
 
-        It follows such a handle without a look at the context: where somebody destroyed that, the process may die.
-        What is prepared is launched without this call, of which it would take a tenth more.
+        The driver follows such a handle without a look at the context: where somebody destroyed that, the process may
+        die. A prepared launch goes without this question, which would cost it a tenth more, and runs that risk.
         """
         self.bind()
         self.check_alive()

@@ -95,7 +95,7 @@ class Launch:
 
     @property
     def is_open(self) -> bool:
-        """Whether kernel, stream and context are still there, and no slice among the arguments was closed since.
+        """Whether kernel and stream are open, the context ready, and no slice among the arguments was closed since.
 
         As long as `memory.CHANGED` holds the same object, this says the same.
         """

@@ -363,13 +363,16 @@ def compile_ptx(source: str, arch: str, folder: Path | None = None) -> str:
 def compile_all(
     archs: Iterable[str], jobs: int | None = None, folder: Path | None = None
 ) -> dict[tuple[str, str], bytes]:
-    """Every source for every architecture, in threads: (source, arch) -> cubin. Raises the first CompileError."""
+    """Every source for every architecture: (source, arch) -> cubin. Raises the first CompileError.
+
+    What is kept is read here, the rest compiled in threads.
+    """
     pairs = [(source, arch) for arch in archs for source in sources(folder)]
     return dict(zip(pairs, _compiled(pairs, jobs, folder), strict=True))
 
 
 def compile_sources(names: Sequence[str], arch: str) -> dict[str, bytes]:
-    """These sources for one architecture, in threads: source -> cubin. Raises the first CompileError."""
+    """These sources for one architecture, as compile_all: source -> cubin."""
     return dict(zip(names, _compiled([(name, arch) for name in names]), strict=True))
 
 

@@ -2,7 +2,8 @@
 
 Device time is that of one CUDA graph with many calls, launched several times in a row between events. Copies that bring
 the clocks up and the first launches are not counted, so the host is ahead and the L2 is as the graph leaves it. The
-calls of a graph go over at least ROTATION times the L2, so no call finds its data there. What a model's projection has
+calls of a graph go over at least ROTATION times the L2, so no call finds its data there; those of one decode step go
+over what a model has, at B = 1 three times the L2, and its operations apart over less. What a model's projection has
 just made (a row of q, k, v or gates) is shared by all calls and may be there; so may what is too small to go over that
 much: rings and the slots of a few rows.
 """
