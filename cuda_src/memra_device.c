@@ -104,6 +104,12 @@ int memra_device_enter(memra_device *device) {
     return make_current(device->context);
 }
 
+_Thread_local const memra_device *memra_entered;
+
+int memra_device_enter_again(memra_device *device) {
+    return device && device == memra_entered ? MEMRA_OK : memra_device_enter(device);
+}
+
 /* ---- Birth and end ---- */
 
 static int open_context(memra_device *device, uint64_t given) {

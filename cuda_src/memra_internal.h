@@ -187,6 +187,15 @@ struct memra_device {
 memra_device *memra_device_find(uint64_t handle);
 /* Binds the device's context to this thread; refused in a forked child and for a NULL device. */
 int memra_device_enter(memra_device *device);
+/* The same, but for a device that MEMRA_ENTERED names: the driver is not asked twice in one operation. */
+int memra_device_enter_again(memra_device *device);
+extern _Thread_local const memra_device *memra_entered;
+/* The status of `launch`, on a device that this thread has entered and not left since; NULL: on any. */
+#define MEMRA_ENTERED(device, launch) (memra_entered = (device), memra_leave(launch))
+static inline int memra_leave(int status) {
+    memra_entered = NULL;
+    return status;
+}
 /* Refused while a capture is open on the device's stream, the library's or anybody's. */
 int memra_check_no_capture(const memra_device *device, const char *what);
 /* False where somebody destroyed its context: nothing of it can be freed, nor needs to be. Where the driver does not say,

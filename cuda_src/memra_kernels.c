@@ -136,7 +136,7 @@ typedef struct launch_shape {
 
 static int launch(memra_device *device, enum memra_kernel k, launch_shape shape, void **params) {
     const char *const name = memra_kernel_names[k];
-    MEMRA_TRY(memra_device_enter(device));
+    MEMRA_TRY(memra_device_enter_again(device));
     MEMRA_TRY(memra_kernel_loaded(device, k));
     if (shape.blocks < 0) return memra_fail(MEMRA_ERR_CONFIG, "%s: a negative count", name);
     if (shape.blocks > INT32_MAX)

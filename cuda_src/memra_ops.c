@@ -7,6 +7,7 @@
 /* Where a launch for a layer finds its device, its position and its error record. */
 typedef struct at {
     memra_device *device;
+    const memra_device *entered;  /* the same where memra_check_cache entered it last; NULL: another is current */
     uint64_t pos_d;  /* 0: the position is slot */
     int64_t slot;
     uint64_t health;
@@ -14,7 +15,8 @@ typedef struct at {
 
 static at at_device(const memra_cache *cache, int32_t d) {
     const uint64_t pos_d = memra_device_clock(cache) ? cache->devices[d].pos_d.ptr : 0;
-    return (at){memra_device_at(cache, d), pos_d, cache->pos, cache->devices[d].health.ptr};
+    memra_device *const device = memra_device_at(cache, d);
+    return (at){device, d == cache->n_devices - 1 ? device : NULL, pos_d, cache->pos, cache->devices[d].health.ptr};
 }
 
 static memra_range plane(const char *name, const memra_slice *slice) {
@@ -44,11 +46,11 @@ int memra_append_kv(memra_cache *cache, int32_t il, int64_t rows, uint64_t k_row
     MEMRA_TRY(memra_step_check(cache, il, MEMRA_OP_APPEND, rows));
     const at at = at_device(cache, layer->device_index);
     const int64_t end = cache->pos + rows, len = layer->len > end ? layer->len : end;
-    MEMRA_TRY(memra_launch_append_kv(
+    MEMRA_TRY(MEMRA_ENTERED(at.entered, memra_launch_append_kv(
         at.device, k_rows, v_rows, layer->k.ptr, layer->v.ptr, layer->len_d.ptr, at.pos_d, at.slot, (int32_t)rows,
         at.pos_d ? -1 : (int32_t)len, /* -1: the device finds the length, which it knows better than the host */
         cache->max_ctx, (int32_t)layer->kv_dim_k, (int32_t)layer->kv_dim_v, layer->k_tok_bytes, layer->v_tok_bytes,
-        layer->k_format, layer->v_format, 0, 1, at.health, il));
+        layer->k_format, layer->v_format, 0, 1, at.health, il)));
     layer->len = len;
     memra_step_done(cache, il, MEMRA_OP_APPEND, rows);
     return MEMRA_OK;
@@ -76,10 +78,10 @@ int memra_dequant_kv(
     MEMRA_TRY(memra_check_ranges(outputs, 2, planes, 2));
     if (rows == 0) return MEMRA_OK;
     const at at = at_device(cache, layer->device_index);
-    return memra_launch_dequant_kv(
+    return MEMRA_ENTERED(at.entered, memra_launch_dequant_kv(
         at.device, layer->k.ptr, layer->v.ptr, start, rows, cache->max_ctx, (int32_t)layer->kv_dim_k,
         (int32_t)layer->kv_dim_v, layer->k_tok_bytes, layer->v_tok_bytes, layer->k_format, layer->v_format, k_out,
-        v_out, out_bf16 != 0, at.health, il);
+        v_out, out_bf16 != 0, at.health, il));
 }
 
 int memra_conv_update(memra_cache *cache, int32_t il, int64_t rows, uint64_t x, uint64_t w, uint64_t out) {
@@ -96,9 +98,9 @@ int memra_conv_update(memra_cache *cache, int32_t il, int64_t rows, uint64_t x, 
     if (rows == 0) return MEMRA_OK;
     MEMRA_TRY(memra_step_check(cache, il, MEMRA_OP_CONV, rows));
     const at at = at_device(cache, layer->device_index);
-    MEMRA_TRY(memra_launch_conv_update(
+    MEMRA_TRY(MEMRA_ENTERED(at.entered, memra_launch_conv_update(
         at.device, x, w, layer->conv_state.ptr, out, cache->round_width ? layer->tape.ptr : 0, at.pos_d, at.slot,
-        (int32_t)rows, layer->conv_dim, layer->d_conv, 0, 1, at.health, il));
+        (int32_t)rows, layer->conv_dim, layer->d_conv, 0, 1, at.health, il)));
     memra_step_done(cache, il, MEMRA_OP_CONV, rows);
     return MEMRA_OK;
 }
@@ -135,9 +137,9 @@ int memra_gdn_prep(
     MEMRA_TRY(check_number("eps", eps));
     if (rows == 0) return MEMRA_OK;
     const at at = at_device(cache, layer->device_index);
-    return memra_launch_gdn_prep(
+    return MEMRA_ENTERED(at.entered, memra_launch_gdn_prep(
         at.device, conv_out, alpha, beta_raw, dt_bias, a, q, k, v, g_log, beta, at.pos_d, at.slot, (int32_t)rows,
-        layer->num_k, layer->num_v, layer->state_size, eps, 0, 1, at.health, il);
+        layer->num_k, layer->num_v, layer->state_size, eps, 0, 1, at.health, il));
 }
 
 /* What the scan of a step reads and writes, and whether the two change places behind it. */
@@ -179,9 +181,9 @@ int memra_gdn_scan(
     const at at = at_device(cache, layer->device_index);
     const uint64_t tape = cache->round_width ? layer->tape.ptr + 4 * (uint64_t)rows * (uint64_t)layer->conv_dim : 0;
     const states states = states_of(cache, layer);
-    MEMRA_TRY(memra_launch_gdn_scan(
+    MEMRA_TRY(MEMRA_ENTERED(at.entered, memra_launch_gdn_scan(
         at.device, q, k, v, g_log, beta, states.before, states.after, out, tape, 0, (int32_t)rows, layer->num_v,
-        layer->state_size, scale, 0, 1, at.health, il));
+        layer->state_size, scale, 0, 1, at.health, il)));
     if (states.swap) memra_swap_states(layer);
     memra_step_done(cache, il, MEMRA_OP_SCAN, rows);
     return MEMRA_OK;
@@ -216,10 +218,10 @@ int memra_recur_step(
     const states states = states_of(cache, layer);
     int32_t columns = 0, blocks = 0;
     MEMRA_TRY(memra_recur_split(1, layer->num_k, layer->num_v, layer->state_size, &columns, &blocks));
-    MEMRA_TRY(memra_launch_recur_step(
+    MEMRA_TRY(MEMRA_ENTERED(at.entered, memra_launch_recur_step(
         at.device, x, w, alpha, beta_raw, dt_bias, a, layer->conv_state.ptr, states.before, states.after, out,
         cache->round_width ? layer->tape.ptr : 0, at.pos_d, at.slot, (int32_t)rows, layer->d_conv, layer->num_k,
-        layer->num_v, layer->state_size, columns, blocks, eps, scale, 0, 1, at.health, il));
+        layer->num_v, layer->state_size, columns, blocks, eps, scale, 0, 1, at.health, il)));
     if (states.swap) memra_swap_states(layer);
     memra_step_done(cache, il, MEMRA_OP_CONV | MEMRA_OP_SCAN, rows);
     return MEMRA_OK;
@@ -279,11 +281,11 @@ int memra_attend(
     const int32_t pieces = memra_attend_pieces(1, rows * gqa);
     uint64_t part = 0;
     MEMRA_TRY(memra_device_scratch(at.device, memra_attend_part_bytes(1, rows, heads, layer->head_dim_v), &part));
-    MEMRA_TRY(memra_launch_attend(
+    MEMRA_TRY(MEMRA_ENTERED(at.entered, memra_launch_attend(
         at.device, q, layer->k.ptr, layer->v.ptr, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads,
         layer->n_head_kv, layer->head_dim_k, layer->head_dim_v, layer->k_tok_bytes, layer->v_tok_bytes, layer->k_format,
-        layer->v_format, scale, width, part, pieces, 0, 1, at.health, il));
-    return memra_launch_attend_combine(
+        layer->v_format, scale, width, part, pieces, 0, 1, at.health, il)));
+    return MEMRA_ENTERED(at.entered, memra_launch_attend_combine(
         at.device, part, out, at.pos_d, at.slot, (int32_t)rows, cache->max_ctx, heads, layer->n_head_kv,
-        layer->head_dim_v, width, pieces, 0, 1, at.health, il);
+        layer->head_dim_v, width, pieces, 0, 1, at.health, il));
 }

@@ -20,10 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 CUDA_SRC = TESTS.parent / "cuda_src"
@@ -338,6 +338,16 @@ class StandIn:
     def trace_queries(self, on: bool = True) -> None:
         """Whether calls that only ask are in the trace as well, and counted by "*"."""
         self._lib.fake_set_trace_queries(int(on))
+
+    def asked(self, call: Callable[[], Any]) -> list[str]:
+        """What `call` asks of the driver, questions too: names of calls, and of kernels where they are launched."""
+        self.clear_trace()
+        self.trace_queries()
+        try:
+            call()
+        finally:
+            self.trace_queries(False)
+        return [each.kernel or each.name for each in self.trace()]
 
     def pending_failures(self) -> int:
         """How many injected failures have not happened yet."""

@@ -35,17 +35,6 @@ def looks(cache: Cache) -> list[tuple[str, Any]]:
     return [each for each in image(cache).items() if "ptr" not in each[0] and each[0] != "id"]
 
 
-def asked(standin: StandIn, call: Callable[[], Any]) -> list[str]:
-    """What `call` asks of the driver, questions too."""
-    standin.clear_trace()
-    standin.trace_queries()
-    try:
-        call()
-    finally:
-        standin.trace_queries(False)
-    return [each.kernel or each.name for each in standin.trace()]
-
-
 def known(e: Any, cache: Cache, snap: CacheSnapshot) -> None:
     """Both calls were made before, at this parity."""
     for _ in range(2):
@@ -162,8 +151,8 @@ def test_a_call_that_is_known_is_one_launch_and_asks_nothing(cuda: Any, standin:
             layer.swap()
         known(cuda, cache, snap)
         for _ in range(2):
-            assert asked(standin, lambda: cache.snapshot_into(cuda, snap)) == ["restore"]
-            assert asked(standin, lambda: cache.rollback(cuda, snap, 0)) == ["restore"]
+            assert standin.asked(lambda: cache.snapshot_into(cuda, snap)) == ["restore"]
+            assert standin.asked(lambda: cache.rollback(cuda, snap, 0)) == ["restore"]
             cuda.zeros(8).close()  # something ended, but nothing of these
 
 
@@ -172,8 +161,8 @@ def test_two_devices_are_known_too(make_dev: MakeDev, standin: StandIn) -> None:
     with Cache.new_pp2(*devices, 3, tiny(), 32, policy=POLICY) as cache, cache.snapshot(devices[0]) as snap:
         Feed(cache).step(1)
         known(devices[0], cache, snap)
-        assert asked(standin, lambda: cache.rollback(devices[0], snap, 0)) == ["restore", "restore"]
-        assert asked(standin, lambda: cache.snapshot_into(devices[0], snap)) == ["restore", "restore"]
+        assert standin.asked(lambda: cache.rollback(devices[0], snap, 0)) == ["restore", "restore"]
+        assert standin.asked(lambda: cache.snapshot_into(devices[0], snap)) == ["restore", "restore"]
         standin.fail("cuLaunchKernelEx", 2, 719)
         with pytest.raises(DriverError):
             cache.rollback(devices[0], snap, 0)
