@@ -233,8 +233,8 @@ def test_the_calls_from_c_are_those_of_the_library(result: dict[str, Any]) -> No
     if c_library_missing():
         pytest.skip(c_library_missing())
     names = {row.name for row in rows_of(result)}
-    for op in ("append_kv", "conv_update", "gdn_scan"):
-        assert {f"{op}, from C", f"{op}, raw launch from C", f"{op}, C library from Python"} <= names
+    for op in bench_host.HOST_OPS:
+        assert {f"{op}, from C", f"{op}, raw launches from C", f"{op}, C library from Python"} <= names
 
 
 # Compiling.

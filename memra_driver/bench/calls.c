@@ -1,13 +1,28 @@
-/* Host time of calls as a program in C makes them: loops for the bench, which hands over the functions and arguments.
- * All return nanoseconds for all calls, or -status of the first that failed. */
+/* Host time of calls as a program in C makes them: loops for the bench, which hands over functions and arguments.
+ *
+ * All return nanoseconds for all calls of `steps` steps, or -status of the first that failed. One step before is not
+ * counted: it finds the processor's caches as Python left them. */
 #define _POSIX_C_SOURCE 199309L
 #include <stdint.h>
 #include <time.h>
 
-typedef int (*append_function)(void *cache, int32_t layer, int64_t rows, uint64_t k_rows, uint64_t v_rows);
-typedef int (*conv_function)(void *cache, int32_t layer, int64_t rows, uint64_t x, uint64_t w, uint64_t out);
-typedef int (*scan_function)(void *cache, int32_t layer, int64_t rows, uint64_t q, uint64_t k, uint64_t v,
-                             uint64_t g_log, uint64_t beta, uint64_t out, float scale);
+typedef struct bench_op {
+    void (*op)(void);                          /* of the library, whatever its parameters are */
+    int (*advance)(void *cache, int64_t rows); /* ends a step, uncounted; NULL where the operation may be repeated */
+    void *cache;
+    const int32_t *layers;
+    const uint64_t *at; /* operands */
+    int64_t rows;
+    int32_t n_layers, steps;
+    float eps, scale;
+} bench_op;
+
+typedef struct bench_launch {
+    void *kernel;
+    void **params;
+    unsigned grid[3], block[3], shared_bytes;
+} bench_launch;
+
 typedef int (*launch_function)(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                                unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **params,
                                void **extra);
@@ -18,45 +33,50 @@ static int64_t now(void) {
     return time.tv_sec * 1000000000ll + time.tv_nsec;
 }
 
-int64_t bench_append(append_function append, void *cache, const int32_t *layers, int count, int64_t rows,
-                     const uint64_t *at, float unused) {
-    (void)unused;
-    const int64_t begin = now();
-    for (int i = 0; i < count; i++) {
-        const int status = append(cache, layers[i], rows, at[0], at[1]);
-        if (status) return -status;
+/* bench_name(o) calls o->op, whose parameters behind cache, layer and rows are those given. */
+#define OPERATION(name, parameters, arguments)                                                       \
+    int64_t bench_##name(const bench_op *o) {                                                        \
+        int (*const op) parameters = (int(*) parameters)o->op;                                       \
+        const uint64_t *const at = o->at;                                                            \
+        int64_t spent = 0;                                                                           \
+        for (int step = -1; step < o->steps; step++) {                                               \
+            const int64_t begin = now();                                                             \
+            for (int i = 0; i < o->n_layers; i++) {                                                  \
+                const int status = op arguments;                                                     \
+                if (status) return -status;                                                          \
+            }                                                                                        \
+            if (step >= 0) spent += now() - begin;                                                   \
+            const int status = o->advance ? o->advance(o->cache, o->rows) : 0;                       \
+            if (status) return -status;                                                              \
+        }                                                                                            \
+        return spent;                                                                                \
     }
-    return now() - begin;
-}
+#define OF void *cache, int32_t layer, int64_t rows
+#define IT o->cache, o->layers[i], o->rows
+typedef uint64_t ptr;
 
-int64_t bench_conv(conv_function conv, void *cache, const int32_t *layers, int count, int64_t rows, const uint64_t *at,
-                   float unused) {
-    (void)unused;
-    const int64_t begin = now();
-    for (int i = 0; i < count; i++) {
-        const int status = conv(cache, layers[i], rows, at[0], at[1], at[2]);
-        if (status) return -status;
-    }
-    return now() - begin;
-}
+OPERATION(append_kv, (OF, ptr k_rows, ptr v_rows), (IT, at[0], at[1]))
+OPERATION(attend, (OF, ptr q, ptr out, float scale, int32_t window), (IT, at[0], at[1], o->scale, -1))
+OPERATION(conv_update, (OF, ptr x, ptr w, ptr out), (IT, at[0], at[1], at[2]))
+OPERATION(gdn_prep, (OF, ptr conv_out, ptr alpha, ptr beta_raw, ptr dt_bias, ptr a, ptr q, ptr k, ptr v, ptr g_log,
+                     ptr beta, float eps),
+          (IT, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9], o->eps))
+OPERATION(gdn_scan, (OF, ptr q, ptr k, ptr v, ptr g_log, ptr beta, ptr out, float scale),
+          (IT, at[0], at[1], at[2], at[3], at[4], at[5], o->scale))
+OPERATION(recur_step, (OF, ptr x, ptr w, ptr alpha, ptr beta_raw, ptr dt_bias, ptr a, ptr out, float eps, float scale),
+          (IT, at[0], at[1], at[2], at[3], at[4], at[5], at[6], o->eps, o->scale))
 
-int64_t bench_scan(scan_function scan, void *cache, const int32_t *layers, int count, int64_t rows, const uint64_t *at,
-                   float scale) {
-    const int64_t begin = now();
-    for (int i = 0; i < count; i++) {
-        const int status = scan(cache, layers[i], rows, at[0], at[1], at[2], at[3], at[4], at[5], scale);
-        if (status) return -status;
+int64_t bench_launches(launch_function launch, void *stream, const bench_launch *each, int count, int steps) {
+    int64_t spent = 0;
+    for (int step = -1; step < steps; step++) {
+        const int64_t begin = now();
+        for (int i = 0; i < count; i++) {
+            const bench_launch *l = &each[i];
+            const int status = launch(l->kernel, l->grid[0], l->grid[1], l->grid[2], l->block[0], l->block[1],
+                                      l->block[2], l->shared_bytes, stream, l->params, 0);
+            if (status) return -status;
+        }
+        if (step >= 0) spent += now() - begin;
     }
-    return now() - begin;
-}
-
-int64_t bench_launch(launch_function launch, void *kernel, const unsigned shape[7], void *stream, void **params,
-                     int count) {
-    const int64_t begin = now();
-    for (int i = 0; i < count; i++) {
-        const int status = launch(kernel, shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], stream,
-                                  params, 0);
-        if (status) return -status;
-    }
-    return now() - begin;
+    return spent;
 }

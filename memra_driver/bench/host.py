@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memra_driver import capi, native, nvrtc, ops
 from memra_driver.bench.measure import Bench
-from memra_driver.bench.raw import FROM_C, Packed, from_c, packed_launches
+from memra_driver.bench.raw import Packed, from_c, packed_launches
 from memra_driver.bench.rows import Row, Sizes
 from memra_driver.bench.work import ATTENTION, FUSED, HOST_LAYERS, Workload
 from memra_driver.errors import MemraError
@@ -35,7 +35,8 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     with Workload(bench, cfg, tokens=sizes.host_tokens, options=CacheOptions(skip_mtp_state=True)) as work:
         pos = work.tokens - 1
         for op in HOST_OPS:
-            work.place(pos, ahead=int(op == "attend"))
+            ahead = int(op == "attend")
+            work.place(pos, ahead=ahead)
             launches = packed_launches(work, op)
             mine, raw = work.host_beside(op, _in_a_row(launches))
             yield Row("host", f"{op}, eager", host_seconds=mine)
@@ -46,8 +47,7 @@ def hosts(bench: Bench, sizes: Sizes) -> Iterator[Row]:
                 work.ops = capi.ops
                 yield Row("host", f"{op}, C library from Python", host_seconds=work.host_seconds(op))
                 work.ops = ops
-            if op in FROM_C:
-                yield from from_c(bench, work, op, launches[0][0])
+            yield from from_c(bench, work, op, launches, ahead=ahead)
         yield Row("host", "advance, eager", host_seconds=_advance(bench, work))
 
 

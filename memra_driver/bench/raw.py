@@ -12,12 +12,11 @@ from typing import Any
 from memra_driver import capi, native
 from memra_driver.bench.measure import Bench, watched
 from memra_driver.bench.rows import Row
-from memra_driver.bench.work import Workload
+from memra_driver.bench.work import REPEATABLE, Workload
 from memra_driver.errors import CompileError, DriverError, StateError
 from memra_driver.kernels import KERNELS
 
 LOOPS = Path(__file__).resolve().parent / "calls.c"
-FROM_C = {"append_kv": "bench_append", "conv_update": "bench_conv", "gdn_scan": "bench_scan"}  # its loop in LOOPS
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared")
 
 
@@ -85,44 +84,60 @@ def raw_birth(bench: Bench, n_bytes: int) -> tuple[Callable[[], None], Callable[
     return birth, lambda: cu.cuMemFreeAsync(made.pop(), stream)
 
 
-def from_c(bench: Bench, work: Workload, op: str, launch: Packed) -> Iterator[Row]:
-    """An operation of FROM_C through the C library, and its launch alone, both called from C; nothing without library
-    or compiler."""
+class _Op(ctypes.Structure):
+    """bench_op in LOOPS."""
+
+    _fields_ = (
+        ("op", ctypes.c_void_p), ("advance", ctypes.c_void_p), ("cache", ctypes.c_void_p), ("layers", ctypes.c_void_p),
+        ("at", ctypes.c_void_p), ("rows", ctypes.c_int64), ("n_layers", ctypes.c_int32), ("steps", ctypes.c_int32),
+        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+class _Launch(ctypes.Structure):
+    """bench_launch in LOOPS."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("params", ctypes.c_void_p), ("shape", ctypes.c_uint * 7))
+
+
+def from_c(bench: Bench, work: Workload, op: str, launches: list[list[Packed]], *, ahead: int) -> Iterator[Row]:
+    """An operation on every layer through the C library, and its launches alone, both called from C, step after step;
+    nothing without library or compiler. `ahead`: rows that stand behind the clock, for an operation that reads them."""
     path = native.library()
     if path is None:
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            loops = _built(Path(folder) / "bench_calls.so")
+            loop, raw_loop = _built(Path(folder) / "bench_calls.so", f"bench_{op}", "bench_launches")
         except CompileError:
             return
-    (cache,), pos, found = work.caches, work.tokens - work.rows, work.layers(op)
+    (cache,), pos, found, steps = work.caches, work.tokens - work.rows, work.layers(op), bench.launches
     operands, numbers = _operands(work, op)
     layers = (ctypes.c_int32 * len(found))(*found)
     addresses = (ctypes.c_uint64 * len(operands))(*(each.ptr for each in operands))
-    scale = ctypes.c_float(numbers.get("scale", 0))
+    library = ctypes.CDLL(str(path))
     capi.bind(cache)
-    function = ctypes.cast(getattr(ctypes.CDLL(str(path)), f"memra_{op}"), ctypes.c_void_p)
-    work.place(pos)
+    mine = _Op(
+        _address(library, f"memra_{op}"), None if op in REPEATABLE else _address(library, "memra_advance"),
+        ctypes.addressof(cache.as_c().contents), ctypes.addressof(layers), ctypes.addressof(addresses), work.rows,
+        len(found), steps, numbers.get("eps", 0), numbers.get("scale", 0),
+    )  # fmt: skip
+    each = [launch for of_layer in launches for launch in of_layer]
+    raw = (_Launch * len(each))(*(_Launch(one.kernel, one.params, one.shape) for one in each))
+    driver, stream = _address(ctypes.CDLL("libcuda.so.1"), "cuLaunchKernel"), bench.e.stream.handle
+    turns = [
+        lambda: _seconds(loop, ctypes.byref(mine)),
+        lambda: _seconds(raw_loop, ctypes.c_void_p(driver), ctypes.c_void_p(stream), raw, len(each), steps),
+    ]
+    work.place(pos, ahead=ahead)
+    seconds, raw_seconds = bench.medians_of(turns, after=lambda: work.place(pos, ahead=ahead))
+    calls = steps * len(found)
+    yield Row("host", f"{op}, from C", host_seconds=seconds / calls)
+    yield Row("host", f"{op}, raw launches from C", who="CUDA driver", host_seconds=raw_seconds / calls)
 
-    def end() -> None:
-        work.target.advance(work.e, work.rows)
-        work.place(pos)
 
-    def calls() -> float:
-        rows = ctypes.c_int64(work.rows)
-        return _seconds(getattr(loops, FROM_C[op]), function, cache.as_c(), layers, len(layers), rows, addresses, scale)
-
-    driver = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p)
-    shape = (ctypes.c_uint * len(launch.shape))(*launch.shape)
-    kernel, stream, params = map(ctypes.c_void_p, (launch.kernel, launch.stream, launch.params))
-
-    def launches() -> float:
-        return _seconds(loops.bench_launch, driver, kernel, shape, stream, params, len(layers))
-
-    mine, raw = (seconds / len(layers) for seconds in bench.medians_of([calls, launches], after=end))
-    yield Row("host", f"{op}, from C", host_seconds=mine)
-    yield Row("host", f"{op}, raw launch from C", who="CUDA driver", host_seconds=raw)
+def _address(library: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
 def _operands(work: Workload, op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,14 +157,14 @@ def _operands(work: Workload, op: str) -> tuple[tuple[Any, ...], dict[str, Any]]
     return only  # type: ignore[no-any-return]
 
 
-def _built(output: Path) -> Any:
+def _built(output: Path, *names: str) -> list[Any]:
     command = [*native.compiler(), *FLAGS, "-o", str(output), str(LOOPS)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(f"{command[0]} refused {LOOPS.name}", done.stderr, FLAGS)
-    loops = ctypes.CDLL(str(output))
-    for name in (*FROM_C.values(), "bench_launch"):
-        getattr(loops, name).restype = ctypes.c_int64
+    loops = [getattr(ctypes.CDLL(str(output)), name) for name in names]
+    for loop in loops:
+        loop.restype = ctypes.c_int64
     return loops
 
 

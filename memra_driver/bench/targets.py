@@ -167,15 +167,16 @@ def _recurs() -> list[Target]:
 
 def _hosts() -> list[Target]:
     found = []
-    for op in ("append_kv", "attend", "conv_update", "gdn_prep", "gdn_scan", "recur_step"):
+    ops = ("append_kv", "attend", "conv_update", "gdn_prep", "gdn_scan", "recur_step")
+    for op in ops:
         eager: Figure = (f"{op}, eager", "host_seconds")
         raw: Figure = (f"{op}, raw launches", "host_seconds")
         line = f"{op}, eager from Python: beside the same launches, packed and raw"
         found.append(Target("host", line, eager, raw, 1.4))
-    for op in ("append_kv", "conv_update", "gdn_scan"):
+    for op in ops:
         mine: Figure = (f"{op}, from C", "host_seconds")
-        line = f"{op} through the C library, from C: beside its launch from C"
-        found.append(Target("host", line, mine, (f"{op}, raw launch from C", "host_seconds"), 1.2))
+        line = f"{op} through the C library, from C: beside the same launches from C"
+        found.append(Target("host", line, mine, (f"{op}, raw launches from C", "host_seconds"), 1.2))
     return found
 
 
