@@ -3,11 +3,12 @@
 // Per row and head, with S (state_size columns, state_size rows) and g = exp(g_log):
 //   kv = S k;  dl = beta (v - g kv);  S = g S + dl k^T;  out = scale S q
 // A warp holds its columns of S in registers from the first row to the last: state_in may be state_out, and T rows in
-// one launch give the bits of T launches. It asks for them before anything else: all that follows waits for them.
+// one launch give the bits of T launches. It asks for them before anything else: all that follows waits for them. Where
+// they lie is found before the kernel in front has ended, and the one behind may come as soon as all has been asked for.
 #include "gdn.cuh"
 
-#define COLUMNS 32  // of a head's state, per block
-#define WARPS 4
+#define COLUMNS 16  // of a head's state, per block
+#define WARPS 2
 
 struct Scan {
     const float *q, *k, *v, *g_log, *beta, *state_in;
@@ -34,6 +35,7 @@ static __device__ inline void scan_columns(const Scan& p, long long seq, int hea
     const long long state = ((long long)head * size + column) * size + 4 * lane;
     const bool aligned = (((unsigned long long)p.q | (unsigned long long)p.k) & 15) == 0;
     float4 s[G][R];
+    memra_begin();
 #pragma unroll
     for (int i = 0; i < G; i++) {
 #pragma unroll
@@ -62,6 +64,7 @@ static __device__ inline void scan_columns(const Scan& p, long long seq, int hea
         for (int i = 0; i < G; i++) v[i] = p.v[row_of(t) * size + column + 4 * i];
     };
     if (taken > 0) fetch(0);
+    memra_let_begin();
     for (int t = 1 + (int)threadIdx.y; t < taken && t < 16; t += WARPS) {  // the first rows at least are on their way
         if (lane == 0) memra_prefetch(p.v + row_of(t) * size + column);
         if (threadIdx.x < R) memra_prefetch(p.k + row_of(t) * size + 32 * threadIdx.x);
@@ -117,17 +120,21 @@ static __device__ inline void scan(const Scan& p) {
 // q, k, v, out (n_seqs, rows, num_v, state_size); g_log, beta (n_seqs, rows, num_v); out may be null. state_size is 32,
 // 64, 128 or 256. accept_d not null: only that many rows are taken, and a count outside 0 .. rows writes nothing.
 // tape not null: q, k, v, g_log, beta of this launch are copied there, one behind the other.
-extern "C" __global__ void __launch_bounds__(128, 5) gdn_scan(
+extern "C" __global__ void __launch_bounds__(64, 10) gdn_scan(
         const float* q, const float* k, const float* v, const float* g_log, const float* beta,
         const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows, int num_v,
         int state_size, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {
-    memra_begin();
     Scan p = {q, k, v, g_log, beta, state_in, state_out, out, tape, accept_d, rows, num_v, layer, scale, health};
-    if ((int)blockIdx.z >= n_seqs) return;
-    if (seqs) p.state_in = p.state_out = (float*)seqs[blockIdx.z].ssm_state;
-    if (state_size == 32) scan<1, 2>(p);
-    if (state_size == 64) scan<2, 2>(p);
-    if (state_size == 128) scan<4, 2>(p);
-    if (state_size == 256) scan<8, 1>(p);
+    if ((int)blockIdx.z < n_seqs) {
+        if (seqs) {
+            memra_begin();
+            p.state_in = p.state_out = (float*)seqs[blockIdx.z].ssm_state;
+        }
+        if (state_size == 32) scan<1, 2>(p);
+        if (state_size == 64) scan<2, 2>(p);
+        if (state_size == 128) scan<4, 2>(p);
+        if (state_size == 256) scan<8, 1>(p);
+    }
+    memra_begin();  // blocks without work, too
 }
 MEMRA_EXPORT(gdn_scan)

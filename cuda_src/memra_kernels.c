@@ -15,7 +15,7 @@ enum {
     CONV_ROWS = 16,                    /* rows of one channel that a thread of conv_update walks */
     COPY_BLOCKS = 64,                  /* blocks that share one entry of copy_many */
     RESTORE_BYTES = 1 << 14,           /* that a block of restore copies */
-    SCAN_COLUMNS = 32,                 /* of a head's state, per block of gdn_scan */
+    SCAN_COLUMNS = 16,                 /* of a head's state, per block of gdn_scan */
     RECUR_ROWS = 8,                    /* rows that a block of recur_step has in shared memory at a time */
     RECUR_COLUMNS = 512,               /* of the states that read one key head, which a block takes at a time */
     RECUR_BLOCKS = 132,                /* that recur_step is to have, where there are enough columns */
@@ -222,7 +222,7 @@ int memra_launch_gdn_scan(
     int32_t state_size, float scale, uint64_t seqs, int32_t n_seqs, uint64_t health, int32_t layer) {
     MEMRA_TRY(check_yz("gdn_scan", "value", num_v, n_seqs));
     const int64_t all = times(times(n_seqs, num_v), state_size / SCAN_COLUMNS);
-    const launch_shape shape = {all > 0 ? state_size / SCAN_COLUMNS : all, 32, 4, 0, (unsigned)num_v, (unsigned)n_seqs};
+    const launch_shape shape = {all > 0 ? state_size / SCAN_COLUMNS : all, 32, 2, 0, (unsigned)num_v, (unsigned)n_seqs};
     LAUNCH(MEMRA_K_GDN_SCAN, shape, &q, &k, &v, &g_log, &beta, &state_in, &state_out, &out, &tape,
            &accept_d, &rows, &num_v, &state_size, &scale, &seqs, &n_seqs, &health, &layer);
 }

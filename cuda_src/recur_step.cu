@@ -2,12 +2,9 @@
 //
 // A block serves one key head of one sequence: the q and k channels of that head, and `columns` columns of the states
 // of the value heads that read it. Where several blocks share a key head, each convolves its q and k channels, and the
-// last that has read their rings rolls them: nobody waits.
+// last that has read their rings rolls them: nobody waits. What a block does one after the other is what a small launch
+// takes, so it asks for memory first, then finds its share of the work, and lets the kernel behind come in the middle.
 #include "recur_step.cuh"
-
-#define TICKETS 4096  // key heads that may be shared by blocks
-
-static __device__ unsigned tickets[TICKETS];  // Step.ticket; so launches of one module must not overlap
 
 // Any d_conv. Not inlined, so that it takes no registers from the common case, 4.
 template <int R>
@@ -16,36 +13,7 @@ static __device__ __noinline__ void run_any(const Step& p, int* is_last) {
 }
 
 template <int R>
-static __device__ inline void recur_step(Step p, float* shared, int* is_last, int blocks, const memra_seq* seqs) {
-    const int part = blockIdx.x, seq = blockIdx.z, SIZE = R * 32;
-    p.key_head = blockIdx.y;
-    const long long key = (long long)seq * p.num_k + p.key_head;
-    p.ticket = tickets + (key < TICKETS ? key : 0);
-    if (seqs) {
-        p.ring = (float*)seqs[seq].conv_state;
-        p.state_in = p.state_out = (float*)seqs[seq].ssm_state;
-        p.pos_d = (const int*)seqs[seq].pos_d;
-        p.health = (memra_health*)seqs[seq].health;
-    }
-    if (p.pos_d) p.slot = 0;  // it is added where a fault is reported
-    p.rolls = !p.tape && p.d_conv > 1;
-    p.is_first = part == 0;
-    p.sharers = key < TICKETS ? blocks : 1;
-    if (part >= p.sharers) return;
-    p.begin = p.end = part * p.columns;  // a block may have no columns, where num_k does not divide num_v
-    const int most = p.sharers > 1 ? p.begin + p.columns : 0x7FFFFFFF;
-    const int width = blocks > 1 ? min(p.columns, SIZE) : SIZE;
-    while (p.end < most && p.key_head + p.end / SIZE * p.num_k < p.num_v) p.end += width;
-    if (!p.rolls) p.sharers = 1;
-    const long long row = (long long)seq * p.rows;
-    p.x += row * (2 * p.num_k + p.num_v) * SIZE;
-    p.alpha += row * p.num_v;
-    p.beta_raw += row * p.num_v;
-    p.out += row * p.num_v * SIZE;
-    p.stage = shared;
-    p.decay = shared + min(p.rows, ROWS) * (2 * SIZE + p.columns);
-    p.beta = p.decay + max(1, p.columns / SIZE) * ROWS;
-    p.kept = p.beta + max(1, p.columns / SIZE) * ROWS;
+static __device__ inline void recur_step(const Step& p, int* is_last) {
     if (p.d_conv == 4) {
         Block<R, 4>::run(p, is_last);
     } else {
@@ -67,11 +35,10 @@ static __device__ inline void recur_step(Step p, float* shared, int* is_last, in
             int blocks, float eps, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {  \
         MEMRA_DYN_SHARED(float, shared);                                                                               \
         __shared__ int is_last;                                                                                        \
-        memra_begin();                                                                                                 \
-        if (state_size != R * 32) return;                                                                              \
-        Step p = {x, w, alpha, beta_raw, dt_bias, a, state_in, conv_state, state_out, out, tape, pos_d, slot, rows,    \
-                  d_conv, num_k, num_v, columns, layer, eps, scale, health};                                           \
-        if ((int)blockIdx.z < n_seqs) recur_step<R>(p, shared, &is_last, blocks, seqs);                                \
+        const Step p = {x, w, alpha, beta_raw, dt_bias, a, state_in, conv_state, state_out, out, tape, pos_d, slot,    \
+                        rows, d_conv, num_k, num_v, columns, blocks, layer, eps, scale, seqs, health, shared};         \
+        if (state_size == R * 32 && (int)blockIdx.z < n_seqs && rows > 0) recur_step<R>(p, &is_last);                  \
+        memra_begin();  /* blocks without work, too */                                                                 \
     }                                                                                                                  \
     MEMRA_EXPORT(name)
 

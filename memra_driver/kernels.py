@@ -28,7 +28,7 @@ APPEND_MANY = 1 << 15
 CONV_ROWS = 16  # rows of one channel that a thread of conv_update walks; at least the largest ring
 COPY_BLOCKS = 64  # blocks that share one entry of copy_many
 RESTORE_BYTES = 1 << 14  # that a block of restore copies
-SCAN_COLUMNS = 32  # of a head's state, per block of gdn_scan
+SCAN_COLUMNS = 16  # of a head's state, per block of gdn_scan
 RECUR_ROWS = 8  # rows that a block of recur_step has in shared memory at a time
 RECUR_COLUMNS = 512  # of the states that read one key head, which a block takes at a time
 RECUR_BLOCKS = 132  # that recur_step is to have, where there are enough columns
@@ -261,7 +261,7 @@ KERNELS: dict[str, Kernel] = {
             " const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows,"
             " int num_v, int state_size, float scale, const memra_seq* seqs, int n_seqs,"
             " memra_health* health, int layer",
-            lambda a: ((a["state_size"] // SCAN_COLUMNS, a["num_v"], a["n_seqs"]), (32, 4, 1), 0),
+            lambda a: ((a["state_size"] // SCAN_COLUMNS, a["num_v"], a["n_seqs"]), (32, 2, 1), 0),
         ),
         # The three above in one launch, one entry per state_size; `recur_split` gives columns and blocks.
         # tape: where to copy x and the operands of the scan, leaving the ring as it is, or null.

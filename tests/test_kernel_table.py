@@ -100,17 +100,36 @@ def test_the_parameters_in_the_text_are_those_of_the_table(kernel: Kernel) -> No
     assert declarations(kernel.source)[kernel.name] == " ".join(kernel.declaration.split())
 
 
+BEGINS_IN = {"attend_pipe": ("attend_pipe_block.cuh", "void attend"), "recur_step": ("recur_step.cuh", "void run")}
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_a_kernel_waits_for_the_one_in_front_of_it_before_anything_else(kernel: Kernel) -> None:
     """A launch may begin before that one has ended: until then a kernel does sums and makes pipes; no thread ends."""
-    whole = text_of("attend_pipe_block.cuh") if kernel.arch else expanded(kernel.source)
-    name = "void attend" if kernel.arch else kernel.name
+    where = next((found for name, found in BEGINS_IN.items() if kernel.name.startswith(name)), None)
+    whole, name = (text_of(where[0]), where[1]) if where else (expanded(kernel.source), kernel.name)
     body = re.search(rf"\b{name}\([^)]*\)\s*\{{(.*)", whole, re.DOTALL)
     assert body
     before, begins, _ = body[1].partition("memra_begin();")
     assert begins
     looks = re.sub(r"(__shared__ .*|MEMRA_DYN_SHARED\(.*|//.*|memra_pipe_init(_done)?\(.*)", "", before)
     assert not re.search(r"\[|->|\*\(|\breturn\b|memra_|asm|tasks", looks)
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS.values() if not kernel.arch])
+def test_every_thread_of_a_kernel_waits(name: str) -> None:
+    """Also one without work: a kernel that has ended without says that all those before it have ended."""
+    text = re.sub(r"//.*|/\*.*?\*/", "", expanded(KERNELS[name].source))
+    begin = re.search(rf"\b{name}\([^)]*\)\s*\{{", text)
+    assert begin
+    end, depth = begin.end(), 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+    body = text[begin.end() : end - 1].strip()
+    if re.search(r"\b(if|for|while|return)\b", body.partition("memra_begin();")[0]) or "memra_begin();" not in body:
+        assert body.endswith("memra_begin();")
+        assert not re.search(r"\breturn\b", body)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
