@@ -49,8 +49,8 @@ struct Queries {
         const bool fp8 = b.k_format == MEMRA_FP8;
         const int stride = fp8 ? 1024 : 512;
         const int place[2] = {place_of(fp8, 0, lane), place_of(fp8, 1, lane)};
-        // log2(e), and of q8_0 what undoes the shrinking of integers to 32512 / 32768 below.
-        const float scaled = __fmul_rn(scale, fp8 ? 1.4426950408889634f : (float)(1.4426950408889634 * 32768 / 32512));
+        const float whole = fp8 ? 1.0f : 32512.0f / 16384.0f;  // of 2^14
+        const float scaled = __fmul_rn(scale, (float)(1.4426950408889634 * (fp8 ? 1.0 : 16384.0 / 32512.0)));  // log2(e)
         unsigned largest[COLUMNS];  // magnitude as bits, which a NaN passes
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
@@ -66,13 +66,13 @@ struct Queries {
             const int column = first + i * b.team_warps();
             if (column >= view.columns) break;
             const unsigned most = largest[i];
-            // 2^bits / 2^exponent(largest), within what an f32 holds. Integers end at 32512, so that high is at most 127.
-            const int bits = fp8 ? 13 : 14;
+            // What makes the largest 32512 as an integer, so that high is at most 127, or 2^14 as f16; and what undoes it:
+            // both as a power of two and a part between 1 and 2, within what an f32 holds.
             int exponent = (int)(most >> 23) - 127;
             exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
-            const float power = __uint_as_float((unsigned)(127 + bits - exponent) << 23);
-            const float up = fp8 ? power : __fmul_rn(power, 32512.0f / 32768.0f);
-            const float factor = __fmul_rn(scaled, __uint_as_float((unsigned)(127 - bits + exponent) << 23));
+            const float part = __uint_as_float(127u << 23 | (most & 0x7FFFFFu));
+            const float up = __fmul_rn(__uint_as_float((unsigned)(127 + 14 - exponent) << 23), memra_divide(whole, part));
+            const float factor = __fmul_rn(__fmul_rn(scaled, part), __uint_as_float((unsigned)(127 - 14 + exponent) << 23));
             if (lane == 0) factors[column] = most >= 0x7F800000u ? __uint_as_float(BAD_FACTOR) : factor;
             uint8_t* to = fragments + column / 8 * b.query_bytes + column % 8 * 64;
 #pragma unroll
