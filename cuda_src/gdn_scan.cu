@@ -7,8 +7,7 @@
 // they lie is found before the kernel in front has ended, and the one behind may come as soon as all has been asked for.
 #include "gdn.cuh"
 
-#define COLUMNS 16  // of a head's state, per block
-#define WARPS 2
+#define COLUMNS 8  // of a head's state, per warp; a block has any number of warps up to 4
 
 struct Scan {
     const float *q, *k, *v, *g_log, *beta, *state_in;
@@ -65,7 +64,7 @@ static __device__ inline void scan_columns(const Scan& p, long long seq, int hea
     };
     if (taken > 0) fetch(0);
     memra_let_begin();
-    for (int t = 1 + (int)threadIdx.y; t < taken && t < 16; t += WARPS) {  // the first rows at least are on their way
+    for (int t = 1 + (int)threadIdx.y; t < taken && t < 16; t += (int)blockDim.y) {  // the first rows at least are on their way
         if (lane == 0) memra_prefetch(p.v + row_of(t) * size + column);
         if (threadIdx.x < R) memra_prefetch(p.k + row_of(t) * size + 32 * threadIdx.x);
         if (threadIdx.x < R) memra_prefetch(p.q + row_of(t) * size + 32 * threadIdx.x);
@@ -112,15 +111,15 @@ static __device__ inline void scan_columns(const Scan& p, long long seq, int hea
 
 template <int R, int G>
 static __device__ inline void scan(const Scan& p) {
-    const int first = (int)blockIdx.x * COLUMNS + (int)threadIdx.y * (COLUMNS / WARPS);
+    const int first = (int)(blockIdx.x * blockDim.y + threadIdx.y) * COLUMNS;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / WARPS; i += 4 * G) scan_columns<R, G>(p, blockIdx.z, blockIdx.y, first + i);
+    for (int i = 0; i < COLUMNS; i += 4 * G) scan_columns<R, G>(p, blockIdx.z, blockIdx.y, first + i);
 }
 
 // q, k, v, out (n_seqs, rows, num_v, state_size); g_log, beta (n_seqs, rows, num_v); out may be null. state_size is 32,
 // 64, 128 or 256. accept_d not null: only that many rows are taken, and a count outside 0 .. rows writes nothing.
 // tape not null: q, k, v, g_log, beta of this launch are copied there, one behind the other.
-extern "C" __global__ void __launch_bounds__(64, 10) gdn_scan(
+extern "C" __global__ void __launch_bounds__(128, 5) gdn_scan(
         const float* q, const float* k, const float* v, const float* g_log, const float* beta,
         const float* state_in, float* state_out, float* out, float* tape, const int* accept_d, int rows, int num_v,
         int state_size, float scale, const memra_seq* seqs, int n_seqs, memra_health* health, int layer) {

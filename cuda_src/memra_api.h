@@ -425,7 +425,7 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   conv_update        n_seqs * (conv_dim / 128) * (rows / 16)                                128       0
  *   conv_ring_rebuild  n_layers * (conv_dim / 128)                                            128       0
  *   gdn_prep           n_seqs * rows * num_v                                                  32 x 4    0
- *   gdn_scan           (state_size // 32, num_v, n_seqs)                                      32 x 4    0
+ *   gdn_scan           (state_size // 16, num_v, n_seqs)                                      32 x 2    0
  *   recur_step_N       (blocks, num_k, n_seqs)                                                256       D
  *   set_counters       1                                                                      128       0
  *   restore            bytes / 16384 + bytes2 / 16384, 1 at least                             256       0
@@ -438,7 +438,8 @@ MEMRA_API int memra_replayed(memra_cache *cache, memra_graph *graph, int64_t lau
  *   attend_pipe_*      132                                                                    384       232448
  *   attend_combine     n_seqs * rows * n_head * (head_dim_v / 64) / (pieces == 132 ? 1 : 12)  384       0
  *
- * N is state_size: 32, 64, 128 or 256. The states of gdn_scan and recur_step lie at multiples of 16 bytes. `blocks` of
+ * N is state_size: 32, 64, 128 or 256. The states of gdn_scan and recur_step lie at multiples of 16 bytes. A warp of gdn_scan
+ * has 8 columns; a block may have 1, 2 or 4 warps, and a grid as many blocks as make the columns of a head. `blocks` of
  * recur_step share a key head, and have `columns` columns each of the states that read it: no result depends on the two.
  * columns, at most 512, divides state_size into multiples of 32 or is a multiple of it; blocks is (num_v / num_k) *
  * state_size / columns, or 1. D = 4 * (min(rows, 8) * (2 * state_size + columns) + 16 * max(1, columns // state_size)

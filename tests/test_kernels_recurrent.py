@@ -6,6 +6,7 @@ launch give the bits of T launches.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from memra_driver.check.args import (
     several_rebuild_args,
 )
 from memra_driver.health import Fault, FaultCount
+from memra_driver.kernels import KERNELS
 
 
 def row_of(args: dict[str, Any], row: int, *names: str) -> dict[str, Any]:
@@ -269,6 +271,22 @@ def test_the_scan_in_place_gives_the_bits_of_two_buffers(cuda: Any, rng: np.rand
     in_place = run(cuda, "gdn_scan", **args | {"state_out": args["state_in"]})
     assert in_place.state_out.tobytes() == apart.state_out.tobytes()
     assert in_place.out.tobytes() == apart.out.tobytes()
+
+
+@pytest.mark.parametrize("cuda_kind", ["cuda"])  # the C library has a shape of its own
+@pytest.mark.parametrize("state_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("warps", [1, 4])
+def test_the_warps_of_a_block_do_not_matter_to_the_scan(
+    cuda: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, state_size: int, warps: int
+) -> None:
+    args = scan_args(rng, 3, 2, state_size)
+    before = run(cuda, "gdn_scan", **args)
+    shape = ((state_size // (8 * warps), 2, 1), (32, warps, 1), 0)
+    scan = replace(KERNELS["gdn_scan"], shape=lambda _: shape)
+    monkeypatch.setattr(cuda.kernels.plan("gdn_scan"), "kernel", scan)
+    after = run(cuda, "gdn_scan", **args)
+    assert after.state_out.tobytes() == before.state_out.tobytes()
+    assert after.out.tobytes() == before.out.tobytes()
 
 
 @pytest.mark.parametrize("state_size", [32, 64, 128, 256])
