@@ -41,7 +41,7 @@ IN_KERNELS = [
     ("gdn_scan", "gdn_scan.cu", "column ? key(r) : query(r)", "column ? query(r) : key(r)"),
     ("recur_step", "recur_step.cu", "if (!*is_last) return;", "return;"),
     ("recur_step", "recur_step.cu", "p.tape[at] = p.x[at];", "p.tape[at] = 0.0f;"),
-    ("recur_step", "recur_step.cu", "u / SIZE * p.num_k + p.key_head", "u / SIZE * p.num_k"),
+    ("recur_step", "recur_step.cu", "(u / SIZE) * p.num_k + p.key_head", "(u / SIZE) * p.num_k"),
     ("set_counters", "counters.cu", "} else if (in_b)", "} if (in_b)"),
     ("commit_counters", "counters.cu", "if (i == 0 && move_pos) *pos_d", "if (i == 0) *pos_d"),
     ("advance_batch", "counters.cu", "pos_d += n;", "pos_d += 1;"),

@@ -198,7 +198,8 @@ def test_a_launch_fits_its_bounds_and_the_limits_of_a_grid(kernel: Kernel) -> No
     grid, block, _shared = kernel.shape(arguments)
     bound = re.search(rf"__launch_bounds__\((\d+)(?:, \d+)?\) {kernel.name}\(", expanded(kernel.source))
     assert bound
-    assert block[0] * block[1] * block[2] == int(bound[1])
+    room = 2 if kernel.name == "gdn_scan" else 1  # which takes blocks of twice as many warps, too
+    assert room * block[0] * block[1] * block[2] == int(bound[1])
     assert 0 < grid[0] < 2**31
     heads = {"gdn_scan": "num_v"} | dict.fromkeys((name for name in KERNELS if name.startswith("recur_step")), "num_k")
     of_heads = arguments.get(heads.get(kernel.name, ""), 1), arguments["n_seqs"] if kernel.name in heads else 1
