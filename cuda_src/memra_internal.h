@@ -190,7 +190,7 @@ int memra_device_enter(memra_device *device);
 /* The same, but for a device that MEMRA_ENTERED names: the driver is not asked twice in one operation. */
 int memra_device_enter_again(memra_device *device);
 extern _Thread_local const memra_device *memra_entered;
-/* The status of `launch`, on a device that this thread has entered and not left since; NULL: on any. */
+/* Runs `launch` without asking the driver again about `device`, which this thread has just entered; NULL: it asks. */
 #define MEMRA_ENTERED(device, launch) (memra_entered = (device), memra_leave(launch))
 static inline int memra_leave(int status) {
     memra_entered = NULL;

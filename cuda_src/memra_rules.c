@@ -20,7 +20,7 @@ int memra_check_cache(const memra_cache *cache, const char *what) {
             return memra_fail(
                 MEMRA_ERR_DEVICE, "%s: device %d of the cache is %s; memra_cache_bind it to an open device", what,
                 (int)d, cache->devices[d].handle ? "closed" : "not bound");
-        MEMRA_TRY(memra_device_enter(device));
+        MEMRA_TRY(memra_device_enter(device)); /* the last one stays current: memra_ops.c counts on it */
     }
     return MEMRA_OK;
 }

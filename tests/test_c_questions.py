@@ -24,7 +24,7 @@ KERNELS = ("append_kv", "attend_combine", "attend", "conv_update", "gdn_prep", "
 
 
 @pytest.fixture
-def player(cuda: Any) -> Iterator[Player]:
+def player(cuda: Any, c_library: capi.Library) -> Iterator[Player]:
     player = player_on(cuda)
     capi.bind(player.cache)
     player.lane(1).fill((0, [TRUE])).run(player.cache, calls=capi.ops)  # the library's partial sums have room now
