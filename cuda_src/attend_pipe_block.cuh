@@ -14,10 +14,11 @@
 // need, from its registers to its way to the first stage. Entries with more than 8 columns, whose sums take all registers,
 // have groups only.
 //
-// Scores: of q8_0, products of bytes; a query is 256 * high + low, 15 bits below its largest element, and the sum over a
-// block is an integer that d scales. Of fp8, products of f16, a query is two f16. The reference that weights stand
-// against is a whole number and moves only where a score passes it by 15, for that column alone; elsewhere the sums
-// are multiplied by 1. Weights and V are rounded to f16: values beyond 65504 become infinite.
+// Scores: each 64 elements of a query have a factor, a power of two by the largest of them. Of q8_0, products of bytes: an
+// element is 256 * high + low, 14 or 15 bits below that largest one, and the sum over a block is an integer that d scales.
+// Of fp8, products of f16: an element is two of them. The reference that weights stand against is a whole number and moves
+// only where a score passes it by 15, for that column alone; elsewhere the sums are multiplied by 1. Weights and V are
+// rounded to f16: values beyond 65504 become infinite.
 //
 // An entry is made for one number of K/V heads, head dim and pair of formats (FIXED: the compiler folds every stride and
 // offset, and unrolls the loops over a stage), or for any.
@@ -38,7 +39,7 @@ template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>
 static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, const Launch<PIECES>& launch, const Task& task,
                                                const View& view, typename Launch<PIECES>::Stages next, Turn& k_turn,
                                                Turn& v_turn) {
-    constexpr int HELD = FIXED && NT == 1 ? 8 : 1;  // fragments of a query that a lane keeps
+    constexpr int HELD = FIXED && NT == 1 ? 4 : 1;  // pairs of a query that a lane keeps
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int team_warps = b.team_warps(), threads = 32 * team_warps;
     const int head = warp >> b.team_shift, member = warp & (team_warps - 1), team = 1 + head;
@@ -52,14 +53,14 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     scorer.own_key = (g >> 1) * quarter + 4 * own_slab + (g & 1);
     scorer.at = b.k.quarter(g >> 1) + (4 * own_slab + (g & 1)) * b.k.token_bytes + head * b.k.head_bytes;
     scorer.query = (const uint4*)(bytes + b.query + head * NT * b.query_bytes) + lane;
-    scorer.factor = (const float*)(bytes + b.factor) + head * 8 * NT + 2 * t;
+    scorer.factor = (const float*)(bytes + b.factor) + head * b.head_dim_k / 64 * 8 * NT + 2 * t;
     scorer.all_from = all_from;
     scorer.all_to = all_to;
-    uint4 held[HELD];
+    QueryPair held[HELD];
     if (HELD > 1 && b.k_format != MEMRA_FP8) {
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
-            if (i < b.head_dim_k / 32) held[i] = scorer.query[32 * i];
+            if (i < b.head_dim_k / 64) held[i] = scorer.query_pair(b, i, 0);
         }
     }
     const int v_at = b.v.quarter(t) + head * b.v.head_bytes + first_dim / 32 * block_bytes_of(b.v_format);
@@ -244,20 +245,23 @@ static __device__ __forceinline__ void bring(const Plane& plane, uint8_t* bytes,
 template <int NT, int COLUMNS, int PIECES>
 static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, const Launch<PIECES>& launch, const Task& task,
                                                const View& view, Queries<COLUMNS>& some, float scale) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, head = warp >> b.team_shift;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, head = warp >> b.team_shift, pairs = b.head_dim_k / 64;
     const int member = warp & (b.team_warps() - 1), width = COLUMNS * b.team_warps();
-    float* const factors = (float*)(bytes + b.factor) + head * 8 * NT;
+    float* const factors = (float*)(bytes + b.factor) + head * pairs * 8 * NT + lane;
     some.store(b, bytes, view, member, scale);
     for (int c = member + width; c < 8 * NT && c < view.columns; c += width) {
         some.load(b, launch.queries(b, task.seq), view, c);
         some.store(b, bytes, view, c, scale);
     }
     // Columns that nobody needs weigh nothing, whatever stands in their fragments.
-    if (member == 0 && lane < 8 * NT && lane >= view.columns) factors[lane] = 0.0f;
-    memra_team_sync(1 + head, 32 * b.team_warps());
-    if (member == 0 && lane < 8 * NT && __float_as_uint(factors[lane]) == BAD_FACTOR && launch.reports(b, task, view)) {
-        launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
+    if (member == 0 && lane < 8 * NT && lane >= view.columns) {
+        for (int i = 0; i < pairs; i++) factors[i * 8 * NT] = 0.0f;
     }
+    memra_team_sync(1 + head, 32 * b.team_warps());
+    if (member != 0 || lane >= 8 * NT) return;
+    bool bad = false;
+    for (int i = 0; i < pairs; i++) bad |= __float_as_uint(factors[i * 8 * NT]) == BAD_FACTOR;
+    if (bad && launch.reports(b, task, view)) launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
 }
 
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>

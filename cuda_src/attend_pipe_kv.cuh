@@ -5,15 +5,27 @@
 
 // ---------------------------------------------------------------- K
 
+// Two blocks are a pair: 64 elements of K, and of a query, which has a factor for each pair. What a lane needs of a pair of the
+// queries of 8 columns: its parts of both blocks' fragments, 256 high + low, and the factors of columns 2t and 2t + 1.
+struct QueryPair {
+    uint4 block[2];
+    float2 factor;
+};
+
+// score += the sums over a pair, for columns 2t and 2t + 1, by their queries' factors.
+static __device__ __forceinline__ void add_pair(const float sum[4], float2 factor, float score[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) score[i] = __fmaf_rn(sum[i], i & 1 ? factor.y : factor.x, score[i]);
+}
+
 // Two blocks of q8_0 are 17 aligned words: the even one's codes lie across them, and its two last are in the word of the
 // odd one's d. So lane column t holds elements 4t - 2 .. and 14 + 4t .. of the even block (column 0 the two first and the
 // two last instead of the former), and 4t .. and 16 + 4t .. of the odd one.
 
-// score += two blocks of q8_0 times the queries, whose integers are 256 high + low. Strides of the query: of the next
-// block and of the next 8 columns.
-template <int NT>
-static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint8_t* lower, const uint4* query,
-                                                int block_stride, int query_stride, float score[NT][4]) {
+// score += a pair of q8_0 times the queries; query(n) is a QueryPair.
+template <int NT, class Query>
+static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint8_t* lower, const Query& query,
+                                                float score[NT][4]) {
     const int t = threadIdx.x & 3;
     const uint32_t *x = (const uint32_t*)upper, *y = (const uint32_t*)lower;
     const uint32_t mixed = t == 0 ? 0x5432u : 0x3210u, x0 = x[0], y0 = y[0], x8 = x[8], y8 = y[8];
@@ -23,24 +35,25 @@ static __device__ __forceinline__ void score_q8(const uint8_t* upper, const uint
                         memra_from_f16((uint16_t)(y8 >> 16))};
 #pragma unroll
     for (int n = 0; n < NT; n++) {
+        const QueryPair q = query(n);
+        float sum[4] = {};
 #pragma unroll
         for (int block = 0; block < 2; block++) {
-            const uint4 q = query[n * query_stride + block_stride * block];
             int high[4], low[4];
-            memra_mma_s8(high, block ? odd : even, q.x, q.y);
-            memra_mma_s8(low, block ? odd : even, q.z, q.w);
+            memra_mma_bytes<int8_t>(high, block ? odd : even, q.block[block].x, q.block[block].y);
+            memra_mma_bytes<uint8_t>(low, block ? odd : even, q.block[block].z, q.block[block].w);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                score[n][i] = __fmaf_rn((float)(high[i] * 256 + low[i]), d[2 * block + i / 2], score[n][i]);
-            }
+            for (int i = 0; i < 4; i++) sum[i] = __fmaf_rn((float)(high[i] * 256 + low[i]), d[2 * block + i / 2], sum[i]);
         }
+        add_pair(sum, q.factor, score[n]);
     }
 }
 
-// score += 64 elements of e4m3 times the queries, high and low part.
+// score += a pair of e4m3 times the queries, high and low part. To the next 8 columns: query_stride, and 8 factors.
 template <int NT>
 static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, const uint4* query, int query_stride,
-                                 float score[NT][4]) {
+                                 const float* factor, float score[NT][4]) {
+    float sum[NT][4] = {};
     const int t = threadIdx.x & 3;
     const uint4 x = ((const uint4*)upper)[t], y = ((const uint4*)lower)[t];
     const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
@@ -52,10 +65,12 @@ static __device__ void score_fp8(const uint8_t* upper, const uint8_t* lower, con
         for (int n = 0; n < NT; n++) {
             const uint4 q = query[n * query_stride + 32 * step];
             const uint32_t high[2] = {q.x, q.y}, low[2] = {q.z, q.w};
-            memra_mma(score[n], a, high);
-            memra_mma(score[n], a, low);
+            memra_mma(sum[n], a, high);
+            memra_mma(sum[n], a, low);
         }
     }
+#pragma unroll
+    for (int n = 0; n < NT; n++) add_pair(sum[n], *(const float2*)(factor + 8 * n), score[n]);
 }
 
 // ---------------------------------------------------------------- V

@@ -43,63 +43,66 @@ struct Queries {
 
     __device__ __forceinline__ void store(const Block& b, uint8_t* bytes, const View& view, int first,
                                           float scale) const {
-        const int lane = threadIdx.x & 31, blocks = b.head_dim_k / 32, head = (int)(threadIdx.x / 32) >> b.team_shift;
-        float* const factors = (float*)(bytes + b.factor) + head * b.columns;
+        const int lane = threadIdx.x & 31, pairs = b.head_dim_k / 64, head = (int)(threadIdx.x / 32) >> b.team_shift;
+        float* const factors = (float*)(bytes + b.factor) + head * pairs * b.columns;
         uint8_t* const fragments = bytes + b.query + head * b.columns / 8 * b.query_bytes;
         const bool fp8 = b.k_format == MEMRA_FP8;
-        const int stride = fp8 ? 1024 : 512;
-        const int place[2] = {place_of(fp8, 0, lane), place_of(fp8, 1, lane)};
-        const float whole = fp8 ? 1.0f : 32512.0f / 16384.0f;  // of 2^14
-        const float scaled = __fmul_rn(scale, (float)(1.4426950408889634 * (fp8 ? 1.0 : 16384.0 / 32512.0)));  // log2(e)
-        unsigned largest[COLUMNS];  // magnitude as bits, which a NaN passes
+        const int place[2] = {place_of(fp8, 0, lane), place_of(fp8, 1, lane)}, stride = fp8 ? 1024 : 512;
+        const float scaled = __fmul_rn(scale, (float)(1.4426950408889634 * (fp8 ? 1.0 : 32768.0 / 32767.0)));  // log2(e)
+        unsigned most[COLUMNS][HELD / 2];  // the largest of each pair, its magnitude as bits
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            largest[i] = 0;
 #pragma unroll
-            for (int block = 0; block < HELD; block++) largest[i] = larger(largest[i], x[i][block]);
-#pragma unroll 1
-            for (int block = HELD; block < blocks; block++) largest[i] = larger(largest[i], query[i][32 * block]);
-            largest[i] = memra_warp_max_u32(largest[i]);
+            for (int pair = 0; pair < HELD / 2; pair++) {
+                if (pair < pairs) most[i][pair] = memra_warp_max_u32(larger(x[i][2 * pair], x[i][2 * pair + 1]));
+            }
         }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             const int column = first + i * b.team_warps();
             if (column >= view.columns) break;
-            const unsigned most = largest[i];
-            // What makes the largest 32512 as an integer, so that high is at most 127, or 2^14 as f16; and what undoes it:
-            // both as a power of two and a part between 1 and 2, within what an f32 holds.
-            int exponent = (int)(most >> 23) - 127;
-            exponent = exponent < -100 ? -100 : exponent > 127 ? 127 : exponent;  // 128: not finite
-            const float part = __uint_as_float(127u << 23 | (most & 0x7FFFFFu));
-            const float up = __fmul_rn(__uint_as_float((unsigned)(127 + 14 - exponent) << 23), memra_divide(whole, part));
-            const float factor = __fmul_rn(__fmul_rn(scaled, part), __uint_as_float((unsigned)(127 - 14 + exponent) << 23));
-            if (lane == 0) factors[column] = most >= 0x7F800000u ? __uint_as_float(BAD_FACTOR) : factor;
-            uint8_t* to = fragments + column / 8 * b.query_bytes + column % 8 * 64;
+            uint8_t* const to = fragments + column / 8 * b.query_bytes + column % 8 * 64;
+            const auto put_pair = [&](int pair, unsigned most, float even, float odd) {
+                // What takes the largest to between 2^14 and 2^15, and what takes it back, powers of two: found as exponents
+                // where they stand in an f32. A largest one below 2^-100 counts as that. Of bytes the former is 32767 / 32768
+                // of such a power, so that none leaves the range of 16 bits, and `scaled` has the inverse.
+                const unsigned exponent = most < 27u << 23 ? 27u << 23 : most & 0xFFu << 23;
+                const float up = __uint_as_float((fp8 ? 268u << 23 : (267u << 23) + 0x7FFE00u) - exponent);
+                const float factor = __fmul_rn(scaled, __uint_as_float(exponent - (14u << 23)));
+                if (lane == 0) {
+                    factors[pair * b.columns + column] = most >= 0xFFu << 23 ? __uint_as_float(BAD_FACTOR) : factor;
+                }
+                put(fp8, even, up, to + 2 * pair * stride + place[0]);
+                put(fp8, odd, up, to + (2 * pair + 1) * stride + place[1]);
+            };
 #pragma unroll
-            for (int block = 0; block < HELD; block++) {
-                if (block < blocks) put(fp8, x[i][block], up, to + block * stride + place[block % 2]);
+            for (int pair = 0; pair < HELD / 2; pair++) {
+                if (pair < pairs) put_pair(pair, most[i][pair], x[i][2 * pair], x[i][2 * pair + 1]);
             }
 #pragma unroll 1
-            for (int block = HELD; block < blocks; block++) {
-                put(fp8, query[i][32 * block], up, to + block * stride + place[block % 2]);
+            for (int pair = HELD / 2; pair < pairs; pair++) {
+                const float even = query[i][64 * pair], odd = query[i][64 * pair + 32];
+                put_pair(pair, memra_warp_max_u32(larger(even, odd)), even, odd);
             }
         }
     }
 
-    static __device__ __forceinline__ unsigned larger(unsigned most, float x) {
-        const unsigned bits = __float_as_uint(x) & 0x7FFFFFFFu;
-        return most > bits ? most : bits;
+private:
+    // The larger magnitude, as bits, which a NaN passes.
+    static __device__ __forceinline__ unsigned larger(float a, float b) {
+        const unsigned x = __float_as_uint(a) & 0x7FFFFFFFu, y = __float_as_uint(b) & 0x7FFFFFFFu;
+        return x > y ? x : y;
     }
-    // An element that `up` makes an integer, or f16.
+    // An element that `up` makes two f16, or an integer of 16 bits.
     static __device__ __forceinline__ void put(bool fp8, float x, float up, uint8_t* to) {
         if (fp8) {
             const float y = __fmul_rn(x, up);
             const uint16_t high = memra_to_f16(y);
             *(uint16_t*)to = high;
             *(uint16_t*)(to + 8) = memra_to_f16(__fsub_rn(y, memra_from_f16(high)));
-        } else {  // 1.5 * 2^23 rounds to an integer, which the lowest bits then are
-            const uint32_t m = __float_as_uint(__fmaf_rn(x, up, 12582912.0f));
-            to[0] = (uint8_t)(m + 128 >> 8);
+        } else {
+            const uint32_t m = __float_as_uint(__fmaf_rn(x, up, 12582912.0f));  // 1.5 * 2^23: the lowest bits are the integer
+            to[0] = (uint8_t)(m >> 8);
             to[8] = (uint8_t)m;
         }
     }

@@ -12,51 +12,56 @@ struct Scorer {
     const uint4* query;    // of this lane
     const float* factor;   // of columns 2t, 2t + 1
     int all_from, all_to;  // keys that all columns see
+    __device__ QueryPair query_pair(const Block& b, int pair, int n) const {
+        const uint4* const blocks = query + n * (b.query_bytes / 16) + 64 * pair;
+        return {{blocks[0], blocks[32]}, *(const float2*)(factor + pair * b.columns + 8 * n)};
+    }
 };
 
 // score += what 16 keys are to NT fragments of columns, those of a head; held: of the query, where a lane keeps it.
 template <int NT, bool HOLDS, bool FIXED>
 static __device__ __forceinline__ void score_slab(const Block& b, const uint8_t* upper, const uint8_t* lower,
-                                                  const uint4* query, const uint4* held, float score[NT][4]) {
+                                                  const Scorer& s, const QueryPair* held, float score[NT][4]) {
     const int pairs = b.head_dim_k / 64, stride = b.query_bytes / 16;  // of blocks, of the next 8 columns
     if (b.k_format == MEMRA_FP8) {
 #pragma unroll(HOLDS ? 2 : 1)
-        for (int i = 0; i < pairs; i++) score_fp8<NT>(upper + 64 * i, lower + 64 * i, query + 128 * i, stride, score);
+        for (int i = 0; i < pairs; i++) {
+            const float* const factor = s.factor + i * b.columns;
+            score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, stride, factor, score);
+        }
     } else if (HOLDS) {
 #pragma unroll
-        for (int i = 0; i < pairs; i++) score_q8<NT>(upper + 68 * i, lower + 68 * i, held + 2 * i, 1, 0, score);
+        for (int i = 0; i < pairs; i++) {
+            const auto query = [&](int) { return held[i]; };
+            score_q8<NT>(upper + 68 * i, lower + 68 * i, query, score);
+        }
     } else {
 #pragma unroll(FIXED || NT <= 2 ? 4 : 1)
-        for (int i = 0; i < pairs; i++) score_q8<NT>(upper + 68 * i, lower + 68 * i, query + 64 * i, 32, stride, score);
+        for (int i = 0; i < pairs; i++) {
+            const auto query = [&](int n) { return s.query_pair(b, i, n); };
+            score_q8<NT>(upper + 68 * i, lower + 68 * i, query, score);
+        }
     }
 }
 
 // score = what the warp's keys are to the columns, as powers of two; minus infinity unseen. few: 8 columns at most.
 template <int NT, int SLABS, bool FIXED>
 static __device__ __forceinline__ void score_stage(const Block& b, const uint8_t* stage, const Scorer& s, const View& view,
-                                                   bool few, const uint4* held, int first_token,
+                                                   bool few, const QueryPair* held, int first_token,
                                                    float score[SLABS][NT][4]) {
     constexpr bool HOLDS = FIXED && NT == 1;
-    const int t = threadIdx.x & 3;
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {
         const uint8_t *upper = stage + s.at + 4 * slab * b.k.token_bytes, *lower = upper + 2 * b.k.token_bytes;
 #pragma unroll
         for (int n = 0; n < NT; n++) score[slab][n][0] = score[slab][n][1] = score[slab][n][2] = score[slab][n][3] = 0.0f;
         if (NT > 1 && few) {
-            score_slab<1, HOLDS, FIXED>(b, upper, lower, s.query, held, score[slab]);
+            score_slab<1, HOLDS, FIXED>(b, upper, lower, s, held, score[slab]);
         } else {
-            score_slab<NT, HOLDS, FIXED>(b, upper, lower, s.query, held, score[slab]);
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const float2 factor = *(const float2*)(s.factor + 8 * n);
-            score[slab][n][0] = __fmul_rn(score[slab][n][0], factor.x);
-            score[slab][n][1] = __fmul_rn(score[slab][n][1], factor.y);
-            score[slab][n][2] = __fmul_rn(score[slab][n][2], factor.x);
-            score[slab][n][3] = __fmul_rn(score[slab][n][3], factor.y);
+            score_slab<NT, HOLDS, FIXED>(b, upper, lower, s, held, score[slab]);
         }
     }
+    const int t = threadIdx.x & 3;
     if (first_token >= s.all_from && first_token + b.tokens - 1 <= s.all_to) return;
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {

@@ -42,15 +42,6 @@ __device__ inline void memra_let_begin() {
 #endif
 }
 
-// a / b, off by the last bit or two, for b between 2^-126 and 2^126.
-__device__ inline float memra_divide(float a, float b) {
-#if MEMRA_PTX
-    return __fdividef(a, b);
-#else
-    return a / b;
-#endif
-}
-
 // Minimum and maximum as on a GPU: a NaN loses against a number, -0 lies below +0.
 __device__ inline float memra_min(float a, float b) {
 #if MEMRA_PTX

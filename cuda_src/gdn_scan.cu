@@ -4,10 +4,11 @@
 //   kv = S k;  dl = beta (v - g kv);  S = g S + dl k^T;  out = scale S q
 // A warp holds its columns of S in registers from the first row to the last: state_in may be state_out, and T rows in
 // one launch give the bits of T launches. It asks for them before anything else: all that follows waits for them. Where
-// they lie is found before the kernel in front has ended, and the one behind may come as soon as all has been asked for.
+// they lie is found before the kernel in front has ended, and the one behind may come as soon as a warp's states (of 256, the
+// first half) and a row of operands have been asked for.
 #include "gdn.cuh"
 
-#define COLUMNS 8  // of a head's state, per warp; a block has any number of warps up to 4
+#define COLUMNS 8  // of a head's state, per warp; a block has 1, 2 or 4 warps
 
 struct Scan {
     const float *q, *k, *v, *g_log, *beta, *state_in;
@@ -64,7 +65,8 @@ static __device__ inline void scan_columns(const Scan& p, long long seq, int hea
     };
     if (taken > 0) fetch(0);
     memra_let_begin();
-    for (int t = 1 + (int)threadIdx.y; t < taken && t < 16; t += (int)blockDim.y) {  // the first rows at least are on their way
+    // The first rows at least are on their way.
+    for (int t = 1 + (int)threadIdx.y; t < taken && t < 16; t += (int)blockDim.y) {
         if (lane == 0) memra_prefetch(p.v + row_of(t) * size + column);
         if (threadIdx.x < R) memra_prefetch(p.k + row_of(t) * size + 32 * threadIdx.x);
         if (threadIdx.x < R) memra_prefetch(p.q + row_of(t) * size + 32 * threadIdx.x);

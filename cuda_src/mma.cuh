@@ -1,6 +1,6 @@
 // mma.cuh: the tensor-core instructions that attention uses, and the f16 pairs that feed them.
 //
-// Every GPU from sm_80 on has them: m16n8k16, f16 inputs, f32 sums, and m16n8k32, signed bytes, integer sums. Elsewhere
+// Every GPU from sm_80 on has them: m16n8k16, f16 inputs, f32 sums, and m16n8k32, bytes, integer sums. Elsewhere
 // the warp exchanges its fragments and multiplies by itself, so the same kernel text runs, with f32 sums in another order.
 //
 // Fragments, for lane l with g = l / 4 and t = l % 4 (each register is two f16, the lower index in the low half):
@@ -50,12 +50,19 @@ __device__ inline void memra_mma(float c[4], const uint32_t a[4], const uint32_t
 #endif
 }
 
-// c = a b, of signed bytes.
-__device__ inline void memra_mma_s8(int c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+// c = a b, of signed bytes and those of type B, int8_t or uint8_t.
+template <class B>
+__device__ inline void memra_mma_bytes(int c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
 #if MEMRA_PTX
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+    if constexpr ((B)-1 < 0) {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+    } else {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+    }
 #else
     const uint32_t b[2] = {b0, b1};
     uint32_t all_a[4][32], all_b[2][32];
@@ -67,7 +74,7 @@ __device__ inline void memra_mma_s8(int c[4], const uint32_t a[4], uint32_t b0, 
         c[i] = 0;
         for (int word = 0; word < 8; word++) {
             const uint32_t x = all_a[i / 2 + word / 4 * 2][g * 4 + word % 4], y = all_b[word / 4][column * 4 + word % 4];
-            for (int shift = 0; shift < 32; shift += 8) c[i] += (int8_t)(x >> shift) * (int8_t)(y >> shift);
+            for (int shift = 0; shift < 32; shift += 8) c[i] += (int8_t)(x >> shift) * (B)(y >> shift);
         }
     }
 #endif

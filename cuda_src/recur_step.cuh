@@ -22,8 +22,8 @@ struct Step {
     float eps, scale;
     const memra_seq* seqs;
     memra_health* health;
-    float* stage;           // shared (ROWS, 2 state_size + columns): q, k, v
     // Those above are the kernel's arguments; what follows is a block's own.
+    float* stage;           // shared (ROWS, 2 state_size + columns): q, k, v
     int key_head, sharers;  // blocks that share the key head;
     bool is_first, rolls;   // .. this is the first of them; the rings are to be rolled
     int begin, end;         // its columns: those of value head key_head, then of key_head + num_k, ..
@@ -47,7 +47,7 @@ struct Block {
     // Whether the thread has a channel of q or k.
     __device__ static inline bool has_key() { return KEYS >= THREADS || threadIdx.x < KEYS; }
 
-    struct Channel {  // what a thread convolves; the window ends with the newest input
+    struct Channel {  // what a thread convolves, one after the other where it has two; the window ends with the newest input
         float window[TAPS], weight[TAPS], newest;
     };
 
@@ -188,7 +188,7 @@ struct Block {
     }
 
     // Columns first .. last - 1 through rows start .. start + count - 1. with_keys: q and k are not in the stage yet; the
-    // thread's channel of them has been asked for.
+    // thread's channel of them, the first of two where state_size is 256, has been asked for.
     __device__ static inline void pass(const Step& p, int first, int last, int start, int count, bool with_keys,
                                        Channel& key, unsigned& ticket) {
         const unsigned tid = threadIdx.x;
@@ -197,6 +197,7 @@ struct Block {
         auto column_of = [&](int group) { return first + 4 * group + (int)(tid % 32 / 8); };
         // Columns are convolved from the third warp on: of one row, the first two have q and k to bring to length 1.
         const int begin = KEYS + (int)((tid + THREADS - 64) % THREADS), end = KEYS + last - first;
+        // A gate is one row of one value head: the last threads have one each, if has_gate; of others these say nothing.
         const unsigned gate = THREADS - 1 - tid;
         const int column = first + (int)(gate / ROWS) * SIZE, row = start + (int)(gate % ROWS);
         const bool has_gate = column < last && row < start + count;
@@ -227,7 +228,7 @@ struct Block {
                 convolve(p, key, u, c, start, count);
             }
             __syncthreads();
-            memra_let_begin();  // its blocks are in place, and know where to read, when the last of these ends
+            memra_let_begin();  // the next kernel's blocks are in place, and know where to read, when the last of these ends
             // What was read from the rings has been used, so that no block can change it any more.
             if (start == 0 && p.sharers > 1 && tid == 0) ticket = atomicInc(p.ticket, (unsigned)p.sharers - 1);
 #pragma unroll 1
@@ -282,7 +283,7 @@ struct Block {
         const long long row = (long long)seq * p.rows;
         p.key_head = blockIdx.y;
         if (p.seqs) {
-            memra_begin();
+            memra_begin();  // here, too: a table may be what the kernel in front writes
             p.ring = (float*)p.seqs[seq].conv_state;
             p.state_in = p.state_out = (float*)p.seqs[seq].ssm_state;
             __syncwarp();  // keeps this a branch: as predicated loads it makes those below wait, with a table or without

@@ -51,32 +51,61 @@ static int64_t now(void) {
         }                                                                                            \
         return spent;                                                                                \
     }
-#define OF void *cache, int32_t layer, int64_t rows
-#define IT o->cache, o->layers[i], o->rows
+#define FIRST_PARAMETERS void *cache, int32_t layer, int64_t rows
+#define FIRST_ARGUMENTS o->cache, o->layers[i], o->rows
 typedef uint64_t ptr;
 
-OPERATION(append_kv, (OF, ptr k_rows, ptr v_rows), (IT, at[0], at[1]))
-OPERATION(attend, (OF, ptr q, ptr out, float scale, int32_t window), (IT, at[0], at[1], o->scale, -1))
-OPERATION(conv_update, (OF, ptr x, ptr w, ptr out), (IT, at[0], at[1], at[2]))
-OPERATION(gdn_prep, (OF, ptr conv_out, ptr alpha, ptr beta_raw, ptr dt_bias, ptr a, ptr q, ptr k, ptr v, ptr g_log,
-                     ptr beta, float eps),
-          (IT, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9], o->eps))
-OPERATION(gdn_scan, (OF, ptr q, ptr k, ptr v, ptr g_log, ptr beta, ptr out, float scale),
-          (IT, at[0], at[1], at[2], at[3], at[4], at[5], o->scale))
-OPERATION(recur_step, (OF, ptr x, ptr w, ptr alpha, ptr beta_raw, ptr dt_bias, ptr a, ptr out, float eps, float scale),
-          (IT, at[0], at[1], at[2], at[3], at[4], at[5], at[6], o->eps, o->scale))
+OPERATION(append_kv, (FIRST_PARAMETERS, ptr k_rows, ptr v_rows), (FIRST_ARGUMENTS, at[0], at[1]))
+OPERATION(attend, (FIRST_PARAMETERS, ptr q, ptr out, float scale, int32_t window),
+          (FIRST_ARGUMENTS, at[0], at[1], o->scale, -1))
+OPERATION(conv_update, (FIRST_PARAMETERS, ptr x, ptr w, ptr out), (FIRST_ARGUMENTS, at[0], at[1], at[2]))
+OPERATION(gdn_prep, (FIRST_PARAMETERS, ptr conv_out, ptr alpha, ptr beta_raw, ptr dt_bias, ptr a, ptr q, ptr k, ptr v,
+                     ptr g_log, ptr beta, float eps),
+          (FIRST_ARGUMENTS, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9], o->eps))
+OPERATION(gdn_scan, (FIRST_PARAMETERS, ptr q, ptr k, ptr v, ptr g_log, ptr beta, ptr out, float scale),
+          (FIRST_ARGUMENTS, at[0], at[1], at[2], at[3], at[4], at[5], o->scale))
+OPERATION(recur_step, (FIRST_PARAMETERS, ptr x, ptr w, ptr alpha, ptr beta_raw, ptr dt_bias, ptr a, ptr out, float eps,
+                       float scale),
+          (FIRST_ARGUMENTS, at[0], at[1], at[2], at[3], at[4], at[5], at[6], o->eps, o->scale))
+
+/* The body of a loop over launches; `call` makes the one at l. */
+#define LAUNCHES(call)                                        \
+    int64_t spent = 0;                                        \
+    for (int step = -1; step < steps; step++) {               \
+        const int64_t begin = now();                          \
+        for (int i = 0; i < count; i++) {                     \
+            const bench_launch *l = &each[i];                 \
+            const int status = call;                          \
+            if (status) return -status;                       \
+        }                                                     \
+        if (step >= 0) spent += now() - begin;                \
+    }                                                         \
+    return spent
 
 int64_t bench_launches(launch_function launch, void *stream, const bench_launch *each, int count, int steps) {
-    int64_t spent = 0;
-    for (int step = -1; step < steps; step++) {
-        const int64_t begin = now();
-        for (int i = 0; i < count; i++) {
-            const bench_launch *l = &each[i];
-            const int status = launch(l->kernel, l->grid[0], l->grid[1], l->grid[2], l->block[0], l->block[1],
-                                      l->block[2], l->shared_bytes, stream, l->params, 0);
-            if (status) return -status;
-        }
-        if (step >= 0) spent += now() - begin;
-    }
-    return spent;
+    LAUNCHES(launch(l->kernel, l->grid[0], l->grid[1], l->grid[2], l->block[0], l->block[1], l->block[2], l->shared_bytes,
+                    stream, l->params, 0));
+}
+
+/* CUlaunchAttribute and CUlaunchConfig. */
+typedef struct attribute {
+    int id;
+    union { char bytes[64]; int allowed; uint64_t align; } value;
+} attribute;
+
+typedef struct config {
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream;
+    attribute *attributes;
+    unsigned n_attributes;
+} config;
+
+enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+
+/* The same by cuLaunchKernelEx, as launches that may begin early: made anew for each, as who launches would. */
+int64_t bench_launches_ex(int (*launch)(const config *, void *, void **, void **), void *stream, const bench_launch *each,
+                          int count, int steps) {
+    attribute early = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+    LAUNCHES(launch(&(config){{l->grid[0], l->grid[1], l->grid[2]}, {l->block[0], l->block[1], l->block[2]},
+                              l->shared_bytes, stream, &early, 1}, l->kernel, l->params, 0));
 }

@@ -101,14 +101,17 @@ class _Launch(ctypes.Structure):
 
 
 def from_c(bench: Bench, work: Workload, op: str, launches: list[list[Packed]], *, ahead: int) -> Iterator[Row]:
-    """An operation on every layer through the C library, and its launches alone, both called from C, step after step;
-    nothing without library or compiler. `ahead`: rows that stand behind the clock, for an operation that reads them."""
+    """An operation on every layer through the C library, and its launches alone, plain ones and such as the library
+    makes, all called from C, step after step; nothing without library or compiler. `ahead`: rows that stand behind the
+    clock, for an operation that reads them."""
     path = native.library()
     if path is None:
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            loop, raw_loop = _built(Path(folder) / "bench_calls.so", f"bench_{op}", "bench_launches")
+            loop, plain_loop, ex_loop = _built(
+                Path(folder) / "bench_calls.so", f"bench_{op}", "bench_launches", "bench_launches_ex"
+            )
         except CompileError:
             return
     (cache,), pos, found, steps = work.caches, work.tokens - work.rows, work.layers(op), bench.launches
@@ -124,16 +127,18 @@ def from_c(bench: Bench, work: Workload, op: str, launches: list[list[Packed]], 
     )  # fmt: skip
     each = [launch for of_layer in launches for launch in of_layer]
     raw = (_Launch * len(each))(*(_Launch(one.kernel, one.params, one.shape) for one in each))
-    driver, stream = _address(ctypes.CDLL("libcuda.so.1"), "cuLaunchKernel"), bench.e.stream.handle
+    driver, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(bench.e.stream.handle)
+    plain, ex = (ctypes.c_void_p(_address(driver, name)) for name in ("cuLaunchKernel", "cuLaunchKernelEx"))
     turns = [
         lambda: _seconds(loop, ctypes.byref(mine)),
-        lambda: _seconds(raw_loop, ctypes.c_void_p(driver), ctypes.c_void_p(stream), raw, len(each), steps),
+        lambda: _seconds(plain_loop, plain, stream, raw, len(each), steps),
+        lambda: _seconds(ex_loop, ex, stream, raw, len(each), steps),
     ]
     work.place(pos, ahead=ahead)
-    seconds, raw_seconds = bench.medians_of(turns, after=lambda: work.place(pos, ahead=ahead))
-    calls = steps * len(found)
-    yield Row("host", f"{op}, from C", host_seconds=seconds / calls)
-    yield Row("host", f"{op}, raw launches from C", who="CUDA driver", host_seconds=raw_seconds / calls)
+    seconds = bench.medians_of(turns, after=lambda: work.place(pos, ahead=ahead))
+    names = ("from C", "raw launches from C", "raw Ex launches from C")
+    for name, who, each_seconds in zip(names, ("memra", "CUDA driver", "CUDA driver"), seconds, strict=True):
+        yield Row("host", f"{op}, {name}", who=who, host_seconds=each_seconds / (steps * len(found)))
 
 
 def _address(library: ctypes.CDLL, name: str) -> int | None:

@@ -65,6 +65,9 @@ def args_of(rng: Rng, a: Attend) -> Args:
         keys[:] = keys[0]
     elif a.kind == "a spike in q":
         q[::37] *= 50
+    elif a.kind == "outliers in q":
+        each = q.reshape(-1, a.dims[0])
+        each[np.arange(len(each)), rng.integers(a.dims[0], size=len(each))] = 100
     elif a.kind == "late rescaling":
         keys *= np.linspace(0.1, 6, stop, dtype=np.float32)[:, None]
     elif a.kind == "some of q not finite":
@@ -115,6 +118,7 @@ def attend_cases(rng: Rng, small: bool) -> Iterator[Case]:
     kinds = ("one key dominates", "equal keys", "a spike in q", "late rescaling", "some of q not finite")
     cases += [Attend(PAIRS[1], rows=2, pos=300, kind=kind) for kind in kinds]
     cases += [Attend(PAIRS[1], (64, 64), 2, 300, 8, kind=kind) for kind in kinds]
+    cases += [Attend(PAIRS[0], (dim, dim), 2, 100, 1, 8, kind="outliers in q") for dim in (256, 512)]
     around = {heads_kv: ATTEND_GROUPS * attend_tile(heads_kv) for heads_kv in (1, 2, 4)}  # groups get a second tile
     cases += [Attend(PAIRS[2], rows=3, pos=around[heads_kv] - 1, heads_kv=heads_kv) for heads_kv in (1, 4)]
     if not small:
