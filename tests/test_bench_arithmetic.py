@@ -286,8 +286,8 @@ def test_the_step_is_told_with_its_model_and_what_its_calls_take_the_host() -> N
     rows += [Row("host", f"{op}, {who}", host_seconds=1e-6) for op in layers for who in report.STEP_CALLERS]
     lines = report.markdown(rows_and_rates() | {"rows": [row.as_json() for row in rows]}).splitlines()
     (title,) = (line for line in lines if line.startswith("One decode step"))
-    assert "qwen3.6-35b-a3b over 8192 tokens" in title
-    assert "10 that attend and 30 recurrent; host: of one call" in title
+    assert "qwen3.6-35b-a3b at 8192 tokens" in title
+    assert "over 10 layers that attend and 30 recurrent ones; host: of one call" in title
     told = "50 us from Python, 50 us as bare launches from Python, 50 us from C"
     assert f"The calls of the step of B=1, but for its end, take the host {told}." in lines
     assert report.step_on_the_host(rows[:-1]) == ""

@@ -180,9 +180,9 @@ CHAPTERS = {  # group -> what its table says, and the part of a row's name that 
     "append": ("Appends:", None),
     "snapshot": ("Snapshots and rounds:", None),
     "step": (
-        f"One decode step of all cache work of {FULL.model} over {FULL.step_tokens} tokens, as one graph, and its"
-        f" operations over all of their layers, {STEP_KINDS.count(LayerKind.FULL)} that attend and"
-        f" {STEP_KINDS.count(LayerKind.LINEAR)} recurrent; host: of one call:",
+        f"One decode step of {FULL.model} at {FULL.step_tokens} tokens, all cache work as one graph, and its operations"
+        f" over {STEP_KINDS.count(LayerKind.FULL)} layers that attend and {STEP_KINDS.count(LayerKind.LINEAR)}"
+        " recurrent ones; host: of one call:",
         None,
     ),
     "host": ("The host, for one call of one row:", r", (.+)$"),
