@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -347,6 +348,7 @@ def kernels(args: List[str]) -> int:
     from memra_driver.errors import MemraError
 
     options = kernel_options(args)
+    logging.basicConfig(level=logging.INFO, format="build.py: %(message)s")
     try:
         for arch, cubins in nvrtc.prebuild(options.arch, options.out).items():
             print(f"{os.path.join(options.out, arch)}: {len(cubins)} cubins, {sum(map(len, cubins.values()))} bytes")

@@ -6,6 +6,7 @@ What the build of a C program asks for (--cflags, --libs, --cubins) is answered 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -31,7 +32,10 @@ def main() -> int:
 
 
 def for_c_builds(argv: Sequence[str]) -> int:
-    """Prints the flags on one line, quoted for a shell, and the folder of the cubins on another."""
+    """Prints the flags on one line, quoted for a shell, and the folder of the cubins on another.
+
+    What is compiled meanwhile is told on stderr.
+    """
     parser = argparse.ArgumentParser(prog="memra-driver", description="What the build of a C program asks for.")
     parser.add_argument("--cflags", action="store_true", help="for the compiler: where the headers are")
     parser.add_argument("--libs", action="store_true", help="for the linker: the library, found later where it is now")
@@ -49,6 +53,7 @@ def for_c_builds(argv: Sequence[str]) -> int:
     if flags:
         print(shlex.join(flags))
     if asked.cubins is not None:
+        logging.basicConfig(level=logging.INFO, format="memra-driver: %(message)s")
         print(os.path.dirname(get_cubins(asked.cubins)[0]))
     return 0
 

@@ -318,7 +318,7 @@ def _compile(source: str, target: str, get: str, folder: Path | None) -> bytes:
         code = _bytes_of(program, f"nvrtcGet{get}Size", f"nvrtcGet{get}")
     finally:
         _nvrtc("nvrtcDestroyProgram", program)
-    log.debug("compiled %s for %s in %.0f ms", source, target, 1e3 * (time.perf_counter() - started))
+    log.info("compiled %s for %s in %.1f s", source, target, time.perf_counter() - started)
     return code
 
 

@@ -274,6 +274,25 @@ def test_the_markdown_of_what_makes_no_columns_is_a_list() -> None:
     assert "| append_kv T=1 | 2 us | 50% | 50% | 3 us |" in text.splitlines()
 
 
+def test_what_enqueues_nothing_is_told_in_words() -> None:
+    row = Row("snapshot", "round begins", count=0)
+    text = report.markdown(rows_and_rates() | {"rows": [row.as_json()]})
+    assert "| round begins | no device work |  |  |  |" in text.splitlines()
+
+
+def test_the_step_is_told_with_its_model_and_what_its_calls_take_the_host() -> None:
+    layers = {"append_kv": 10, "attend": 10, "recur_step": 30}
+    rows = [Row("step", "decode step B=1: all", seconds=1e-4)]
+    rows += [Row("host", f"{op}, {who}", host_seconds=1e-6) for op in layers for who in report.STEP_CALLERS]
+    lines = report.markdown(rows_and_rates() | {"rows": [row.as_json() for row in rows]}).splitlines()
+    (title,) = (line for line in lines if line.startswith("One decode step"))
+    assert "qwen3.6-35b-a3b at 8192 tokens" in title
+    assert "over 10 layers that attend and 30 recurrent ones; host: of one call" in title
+    told = "50 us from Python, 50 us as bare launches from Python, 50 us from C"
+    assert f"The calls of the step of B=1, but for its end, take the host {told}." in lines
+    assert report.step_on_the_host(rows[:-1]) == ""
+
+
 def test_the_picture_draws_operations_by_size(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = rows_and_rates()

@@ -160,3 +160,16 @@ def test_without_its_extra_the_command_line_says_what_to_install() -> None:
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2
     assert run.stderr == "memra-driver: the command line needs typer: pip install typer rich\n"
+
+
+@pytest.mark.parametrize("script", ["evidence.py", "two.py"])
+def test_what_a_gpu_is_asked_for_says_in_one_line_that_there_is_none(script: str) -> None:
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "gpu" / script)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith(f"{script}: ")

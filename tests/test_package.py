@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -221,3 +222,21 @@ def test_the_folder_of_the_cubins_is_printed_and_an_error_is_one_line(
     status, out, err = flags(monkeypatch, capsys, "--cubins", "90")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "sm_90a" in err
+
+
+def test_what_is_compiled_for_a_c_build_is_told_on_stderr_a_line_a_source(tmp_path: Path) -> None:
+    (tmp_path / "store.cu").write_text('extern "C" __global__ void store(int* x) { x[0] = 1; }\n')
+    program = (
+        "import pathlib, sys\n"
+        "from memra_driver import __main__, nvrtc\n"
+        "folder = pathlib.Path(sys.argv.pop(1))\n"
+        "nvrtc.source_dir = lambda: folder\n"
+        "sys.exit(__main__.main())\n"
+    )
+    command_line = [sys.executable, "-c", program, str(tmp_path), "--cubins", "sm_90"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEMRA_CACHE_DIR": str(tmp_path / "cache")}
+    first, again = (
+        subprocess.run(command_line, capture_output=True, text=True, check=True, env=environment) for _ in range(2)
+    )
+    assert re.fullmatch(r"memra-driver: compiled store\.cu for sm_90 in \d+\.\d s\n", first.stderr)
+    assert (again.stdout, again.stderr) == (first.stdout, "")

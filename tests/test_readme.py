@@ -124,7 +124,7 @@ def test_the_speed_that_it_tells_is_that_of_the_run_on_record() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     told = README.split(script.BEGIN)[1].split(script.END)[0]
-    assert told == script.chapter(), "python3 tests/bench/readme.py"
+    assert told == script.chapter(), ".venv/bin/python tests/bench/readme.py"
     assert script.PICTURE.is_file() is script.RECORD.is_file()
 
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memra_driver.bench.rows import Row
+from memra_driver.bench.rows import FULL, Row
+from memra_driver.bench.work import ATTENTION, RECURRENT
+from memra_driver.config import LayerKind
 from memra_driver.errors import ConfigError
 
 MOVED = 0.10  # what two runs may differ by without a word
@@ -146,7 +148,29 @@ def markdown(result: dict[str, Any]) -> str:
         mine = [row for row in rows if row.group == group]
         if mine:
             parts.append(f"{title}\n\n{_listed(mine) if column is None else _pivoted(mine, re.compile(column))}")
+        if mine and group == "step" and (told := step_on_the_host(rows)):
+            parts.append(told)
     return "\n\n".join(parts)
+
+
+STEP_KINDS = [FULL.cfg.layer_kind(il) for il in range(FULL.cfg.n_trunk)]  # a quick run has the same model
+STEP_LAYERS = {
+    **dict.fromkeys(ATTENTION, STEP_KINDS.count(LayerKind.FULL)),
+    **dict.fromkeys(RECURRENT, STEP_KINDS.count(LayerKind.LINEAR)),
+}
+STEP_CALLERS = {"eager": "from Python", "raw launches": "as bare launches from Python", "from C": "from C"}
+
+
+def step_on_the_host(rows: Iterable[Row]) -> str:
+    """What the calls of one step take the host, whoever makes them; "" where not all of them were measured."""
+    found = {row.name: row.host_seconds for row in rows}
+    told = []
+    for caller, words in STEP_CALLERS.items():
+        times = [(found.get(f"{op}, {caller}"), layers) for op, layers in STEP_LAYERS.items()]
+        if not all(seconds for seconds, _ in times):
+            return ""
+        told.append(f"{seconds_text(sum((seconds or 0) * layers for seconds, layers in times))} {words}")
+    return f"The calls of the step of B=1, but for its end, take the host {', '.join(told)}."
 
 
 CHAPTERS = {  # group -> what its table says, and the part of a row's name that makes its columns
@@ -155,7 +179,12 @@ CHAPTERS = {  # group -> what its table says, and the part of a row's name that 
     "recur": ("What stands around it:", r" (B=\d+)"),
     "append": ("Appends:", None),
     "snapshot": ("Snapshots and rounds:", None),
-    "step": ("One decode step of all cache work of a model, as one graph, and its operations:", None),
+    "step": (
+        f"One decode step of {FULL.model} at {FULL.step_tokens} tokens, all cache work as one graph, and its operations"
+        f" over {STEP_KINDS.count(LayerKind.FULL)} layers that attend and {STEP_KINDS.count(LayerKind.LINEAR)}"
+        " recurrent ones; host: of one call:",
+        None,
+    ),
     "host": ("The host, for one call of one row:", r", (.+)$"),
     "load": ("Before and at the first calls, on the host:", None),
 }
@@ -165,7 +194,8 @@ def _listed(rows: Sequence[Row]) -> str:
     lines = [["operation", "time", "of the ceiling", "of a copy", "host"]]
     for row in rows:
         copy = f"{row.copy_seconds / row.seconds:.0%}" if row.copy_seconds and row.seconds else ""
-        lines.append([row.name, seconds_text(row.seconds), _share(row), copy, seconds_text(row.host_seconds)])
+        time = "no device work" if row.count == 0 else seconds_text(row.seconds)
+        lines.append([row.name, time, _share(row), copy, seconds_text(row.host_seconds)])
     return _markdown_table(lines)
 
 

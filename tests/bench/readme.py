@@ -1,4 +1,4 @@
-"""Puts the run of record into the README: python3 tests/bench/readme.py
+"""Puts the run of record into the README: .venv/bin/python tests/bench/readme.py
 
 The run is tests/bench/results/NVIDIA-H200.json, which `memra-driver bench --peers --json` wrote; its picture is drawn
 beside it. A test holds the README against the file.

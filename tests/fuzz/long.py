@@ -1,6 +1,6 @@
 """The fuzzers for longer than the tests run them: C library, config files and saved kits, one after the other.
 
-    python tests/fuzz/long.py --minutes 20 --seed 7
+    .venv/bin/python tests/fuzz/long.py --minutes 20 --seed 7
 
 Other seeds than those of the tests; what breaks a law ends it and is printed with its seed or input.
 """

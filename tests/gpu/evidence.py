@@ -1,12 +1,13 @@
 """Everything that a GPU can say of these sources, in one call; what it says of record is written beside this file.
 
-    python3 tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs] [soak]      (else all)
+    .venv/bin/python tests/gpu/evidence.py [suite] [check] [sanitizers] [tests] [through_c] [embed] [runs] [soak]
 
-suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the four tools of compute-sanitizer over
-`check --small`, where every plane is an allocation of its own. tests: the same over the tests that launch most,
-as many processes as cores, in turn on each GPU. through_c: memcheck over these as the C library does them. embed: the
-four tools over the engine in C. runs: the main job on two models. soak: random programs, in several processes on each
-GPU. The last lines are a table; the exit status is 1 where anything failed.
+The parts, all where none is named. suite: `pytest --gpu`. check: `memra-driver check`, every shape. sanitizers: the
+four tools of compute-sanitizer over `check --small`, where every plane is an allocation of its own. tests: the same
+over the tests that launch most, as many processes as cores, in turn on each GPU. through_c: memcheck over these as the
+C library does them. embed: the four tools over the engine in C. runs: the main job on two models. soak: random
+programs, in several processes on each GPU. The last lines are a table; the exit status is 1 where anything failed, 2
+where nothing could be tried.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import standin  # noqa: E402
 
 from memra_driver import driver, nvrtc  # noqa: E402
 from memra_driver.device import CudaContext  # noqa: E402
-from memra_driver.inventory import machine  # noqa: E402
+from memra_driver.inventory import machine, usable_gpu  # noqa: E402
 
 DEVICE = "cuda:0"
 CLI = [sys.executable, "-m", "memra_driver"]
@@ -261,6 +262,9 @@ def main(asked: list[str]) -> int:
     unknown = set(asked) - set(parts)
     if unknown:
         print(f"{sorted(unknown)} are no parts; there are {list(parts)}")
+        return 2
+    if trouble := usable_gpu():
+        print(f"evidence.py: {trouble}", file=sys.stderr)
         return 2
     os.environ["MEMRA_CACHE_DIR"] = str(standin.cache_dir() / "nvrtc")  # where the suite keeps kernels too
     nvrtc.compile_all([CudaContext(0).arch])

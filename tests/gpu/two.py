@@ -1,12 +1,12 @@
 """What a machine with two GPUs can say of pipelines, in one call; it is written beside this file.
 
-    python3 tests/gpu/two.py
+    .venv/bin/python tests/gpu/two.py
 
 tests: `pytest --gpu` of the files that use two devices. runs: the main job on one GPU, on two stages, and on four
 stages of two GPUs, whose digests must be the same. places: where every buffer of such a cache lies, by the driver's
 word. memcheck: a session with planes of their own under compute-sanitizer. boundary: hidden-state rows beside a raw
-peer copy. The last lines are a table; the exit status is 1 where anything failed. All but the last two run at once, so
-the times that the runs tell are none of a GPU of one's own.
+peer copy. The last lines are a table; the exit status is 1 where anything failed, 2 where nothing could be tried. All
+but the last two run at once, so the times that the runs tell are none of a GPU of one's own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from memra_driver.boundary import Boundary
 from memra_driver.cache import Cache
 from memra_driver.config import ModelConfig, SsmConfig
 from memra_driver.device import CudaEvent
+from memra_driver.inventory import usable_gpu
 from memra_driver.kvdev import CudaDev
 from memra_driver.plan import CacheOptions
 from memra_driver.pp import balance
@@ -215,9 +216,9 @@ def digests(text: str) -> Any:
 def main() -> int:
     if sys.argv[1:] == ["crossing"]:
         return crossing()
-    driver.init()
-    if driver.device_get_count() < 2:
-        print("two.py needs two GPUs")
+    trouble = usable_gpu()
+    if trouble or driver.device_get_count() < 2:
+        print(f"two.py: {trouble or 'it needs two GPUs'}", file=sys.stderr)
         return 2
     devices = [CudaDev(0), CudaDev(1)]
     os.environ["MEMRA_CACHE_DIR"] = str(standin.cache_dir() / "nvrtc")  # where the tests keep kernels too
