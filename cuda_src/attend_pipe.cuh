@@ -40,7 +40,8 @@ struct Block {
     int query;       // (n_head_kv, NT, fragments of one head's k, 32 lanes, 16 bytes)
     int query_bytes; // of one K/V head and 8 columns
     int weight;      // (2, n_head_kv, tokens / 16, NT, 32 lanes) of 8 bytes: fragments of the weights
-    int factor;      // (n_head_kv, pairs of blocks, 8 NT) f32: from a sum over a pair to a power of two
+    int factor;      // (n_head_kv, 1 + pairs of blocks, 8 NT) f32: from a sum of all pairs to a power of two, and from that of a
+                     // pair to what all are summed up in
     int most;        // (n_head_kv, team_warps, 8 NT) f32: the largest scores of a warp's keys,
     int sum;         // and as many: the sums of what its keys weigh
     __device__ constexpr int tile_keys() const { return 1 << tile_shift; }
@@ -87,7 +88,7 @@ static __device__ constexpr Block block_of(int nt, int slabs, int n_head_kv, int
 
     b.query_bytes = head_dim_k * (k_format == MEMRA_FP8 ? 32 : 16);
     const int query = n_head_kv * nt * b.query_bytes, weight = 2 * n_head_kv * b.slabs() * nt * 256;
-    const int factors = 4 * 8 * nt * n_head_kv * head_dim_k / 64, of_warps = 4 * 8 * nt * n_head_kv * b.team_warps();
+    const int factors = 4 * 8 * nt * n_head_kv * (1 + head_dim_k / 64), of_warps = 4 * 8 * nt * n_head_kv * b.team_warps();
     const int reals = factors + 2 * of_warps;
     const int both = b.k.stage_bytes + b.v.stage_bytes, most = 2 * both > RING_BYTES ? 2 * both : RING_BYTES;
     int room = PIPE_SHARED_BYTES - FIXED_BYTES - query - weight - reals;

@@ -14,7 +14,7 @@
 // need, from its registers to its way to the first stage. Entries with more than 8 columns, whose sums take all registers,
 // have groups only.
 //
-// Scores: each 64 elements of a query have a factor, a power of two by the largest of them. Of q8_0, products of bytes: an
+// Scores: each 64 elements of a query count by a power of two, after the largest of them. Of q8_0, products of bytes: an
 // element is 256 * high + low, 14 or 15 bits below that largest one, and the sum over a block is an integer that d scales.
 // Of fp8, products of f16: an element is two of them. The reference that weights stand against is a whole number and moves
 // only where a score passes it by 15, for that column alone; elsewhere the sums are multiplied by 1. Weights and V are
@@ -53,7 +53,7 @@ static __device__ __forceinline__ void compute(const Block& b, uint8_t* bytes, c
     scorer.own_key = (g >> 1) * quarter + 4 * own_slab + (g & 1);
     scorer.at = b.k.quarter(g >> 1) + (4 * own_slab + (g & 1)) * b.k.token_bytes + head * b.k.head_bytes;
     scorer.query = (const uint4*)(bytes + b.query + head * NT * b.query_bytes) + lane;
-    scorer.factor = (const float*)(bytes + b.factor) + head * b.head_dim_k / 64 * 8 * NT + 2 * t;
+    scorer.factor = (const float*)(bytes + b.factor) + head * (1 + b.head_dim_k / 64) * 8 * NT + 2 * t;
     scorer.all_from = all_from;
     scorer.all_to = all_to;
     QueryPair held[HELD];
@@ -247,7 +247,7 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
                                                const View& view, Queries<COLUMNS>& some, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, head = warp >> b.team_shift, pairs = b.head_dim_k / 64;
     const int member = warp & (b.team_warps() - 1), width = COLUMNS * b.team_warps();
-    float* const factors = (float*)(bytes + b.factor) + head * pairs * 8 * NT + lane;
+    float* const factors = (float*)(bytes + b.factor) + head * (1 + pairs) * 8 * NT + lane;
     some.store(b, bytes, view, member, scale);
     for (int c = member + width; c < 8 * NT && c < view.columns; c += width) {
         some.load(b, launch.queries(b, task.seq), view, c);
@@ -255,13 +255,12 @@ static __device__ __forceinline__ void prepare(const Block& b, uint8_t* bytes, c
     }
     // Columns that nobody needs weigh nothing, whatever stands in their fragments.
     if (member == 0 && lane < 8 * NT && lane >= view.columns) {
-        for (int i = 0; i < pairs; i++) factors[i * 8 * NT] = 0.0f;
+        for (int i = 0; i < 1 + pairs; i++) factors[i * 8 * NT] = 0.0f;
     }
     memra_team_sync(1 + head, 32 * b.team_warps());
-    if (member != 0 || lane >= 8 * NT) return;
-    bool bad = false;
-    for (int i = 0; i < pairs; i++) bad |= __float_as_uint(factors[i * 8 * NT]) == BAD_FACTOR;
-    if (bad && launch.reports(b, task, view)) launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
+    if (member == 0 && lane < 8 * NT && __float_as_uint(*factors) == BAD_FACTOR && launch.reports(b, task, view)) {
+        launch.report(MEMRA_FAULT_NONFINITE, task.seq, view.last(lane));
+    }
 }
 
 template <int WORDS, int NT, int SLABS, bool FIXED, int PIECES>

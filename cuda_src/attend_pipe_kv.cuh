@@ -5,14 +5,14 @@
 
 // ---------------------------------------------------------------- K
 
-// Two blocks are a pair: 64 elements of K, and of a query, which has a factor for each pair. What a lane needs of a pair of the
-// queries of 8 columns: its parts of both blocks' fragments, 256 high + low, and the factors of columns 2t and 2t + 1.
+// Two blocks are a pair: 64 elements of K, and of a query. What a lane needs of a pair of the queries of 8 columns: its parts of
+// both blocks' fragments, 256 high + low, and what the pair counts in columns 2t and 2t + 1.
 struct QueryPair {
     uint4 block[2];
     float2 factor;
 };
 
-// score += the sums over a pair, for columns 2t and 2t + 1, by their queries' factors.
+// score += the sums over a pair, for columns 2t and 2t + 1, by what it counts there.
 static __device__ __forceinline__ void add_pair(const float sum[4], float2 factor, float score[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) score[i] = __fmaf_rn(sum[i], i & 1 ? factor.y : factor.x, score[i]);

@@ -44,17 +44,25 @@ struct Queries {
     __device__ __forceinline__ void store(const Block& b, uint8_t* bytes, const View& view, int first,
                                           float scale) const {
         const int lane = threadIdx.x & 31, pairs = b.head_dim_k / 64, head = (int)(threadIdx.x / 32) >> b.team_shift;
-        float* const factors = (float*)(bytes + b.factor) + head * pairs * b.columns;
+        float* const factors = (float*)(bytes + b.factor) + head * (1 + pairs) * b.columns;
         uint8_t* const fragments = bytes + b.query + head * b.columns / 8 * b.query_bytes;
         const bool fp8 = b.k_format == MEMRA_FP8;
         const int place[2] = {place_of(fp8, 0, lane), place_of(fp8, 1, lane)}, stride = fp8 ? 1024 : 512;
         const float scaled = __fmul_rn(scale, (float)(1.4426950408889634 * (fp8 ? 1.0 : 32768.0 / 32767.0)));  // log2(e)
-        unsigned most[COLUMNS][HELD / 2];  // the largest of each pair, its magnitude as bits
+        unsigned most[COLUMNS][HELD / 2], largest[COLUMNS];  // magnitudes as bits: the largest of each pair, and of all
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
+            largest[i] = 0;
 #pragma unroll
             for (int pair = 0; pair < HELD / 2; pair++) {
-                if (pair < pairs) most[i][pair] = memra_warp_max_u32(larger(x[i][2 * pair], x[i][2 * pair + 1]));
+                if (pair >= pairs) continue;
+                most[i][pair] = memra_warp_max_u32(larger(x[i][2 * pair], x[i][2 * pair + 1]));
+                largest[i] = most[i][pair] > largest[i] ? most[i][pair] : largest[i];
+            }
+#pragma unroll 1
+            for (int pair = HELD / 2; pair < pairs; pair++) {
+                const unsigned other = memra_warp_max_u32(larger(query[i][64 * pair], query[i][64 * pair + 32]));
+                largest[i] = other > largest[i] ? other : largest[i];
             }
         }
 #pragma unroll
@@ -62,16 +70,18 @@ struct Queries {
             const int column = first + i * b.team_warps();
             if (column >= view.columns) break;
             uint8_t* const to = fragments + column / 8 * b.query_bytes + column % 8 * 64;
+            const unsigned top = exponent_of(largest[i]);
+            const float factor = __fmul_rn(scaled, __uint_as_float(top - (14u << 23)));
+            if (lane == 0) factors[column] = largest[i] >= 0xFFu << 23 ? __uint_as_float(BAD_FACTOR) : factor;
             const auto put_pair = [&](int pair, unsigned most, float even, float odd) {
-                // What takes the largest to between 2^14 and 2^15, and what takes it back, powers of two: found as exponents
-                // where they stand in an f32. A largest one below 2^-100 counts as that. Of bytes the former is 32767 / 32768
-                // of such a power, so that none leaves the range of 16 bits, and `scaled` has the inverse.
-                const unsigned exponent = most < 27u << 23 ? 27u << 23 : most & 0xFFu << 23;
+                // Takes the largest to between 2^14 and 2^15; of bytes to 32767 / 32768 of that, so that none leaves the range
+                // of 16 bits, for which `scaled` has the inverse.
+                const unsigned exponent = exponent_of(most);
                 const float up = __uint_as_float((fp8 ? 268u << 23 : (267u << 23) + 0x7FFE00u) - exponent);
-                const float factor = __fmul_rn(scaled, __uint_as_float(exponent - (14u << 23)));
-                if (lane == 0) {
-                    factors[pair * b.columns + column] = most >= 0xFFu << 23 ? __uint_as_float(BAD_FACTOR) : factor;
-                }
+                // By how much less this pair's sums count than those of the largest one: at most 1, so that sums of finite
+                // numbers stay finite. Below 2^-126 they do not count.
+                const int part = (127 << 23) - (int)(top - exponent);
+                if (lane == 0) factors[(1 + pair) * b.columns + column] = __uint_as_float(part > 0 ? (unsigned)part : 0u);
                 put(fp8, even, up, to + 2 * pair * stride + place[0]);
                 put(fp8, odd, up, to + (2 * pair + 1) * stride + place[1]);
             };
@@ -92,6 +102,10 @@ private:
     static __device__ __forceinline__ unsigned larger(float a, float b) {
         const unsigned x = __float_as_uint(a) & 0x7FFFFFFFu, y = __float_as_uint(b) & 0x7FFFFFFFu;
         return x > y ? x : y;
+    }
+    // Of a magnitude, where it stands in an f32; at least that of 2^-100, so that both factors are within what an f32 holds.
+    static __device__ __forceinline__ unsigned exponent_of(unsigned bits) {
+        return bits < 27u << 23 ? 27u << 23 : bits & 0xFFu << 23;
     }
     // An element that `up` makes two f16, or an integer of 16 bits.
     static __device__ __forceinline__ void put(bool fp8, float x, float up, uint8_t* to) {

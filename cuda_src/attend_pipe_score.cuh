@@ -10,11 +10,11 @@
 struct Scorer {
     int at, own_key;       // byte within a stage, key within a stage, of the warp's first slab
     const uint4* query;    // of this lane
-    const float* factor;   // of columns 2t, 2t + 1
+    const float* factor;   // of columns 2t, 2t + 1; behind it those of pairs
     int all_from, all_to;  // keys that all columns see
     __device__ QueryPair query_pair(const Block& b, int pair, int n) const {
         const uint4* const blocks = query + n * (b.query_bytes / 16) + 64 * pair;
-        return {{blocks[0], blocks[32]}, *(const float2*)(factor + pair * b.columns + 8 * n)};
+        return {{blocks[0], blocks[32]}, *(const float2*)(factor + (1 + pair) * b.columns + 8 * n)};
     }
 };
 
@@ -26,7 +26,7 @@ static __device__ __forceinline__ void score_slab(const Block& b, const uint8_t*
     if (b.k_format == MEMRA_FP8) {
 #pragma unroll(HOLDS ? 2 : 1)
         for (int i = 0; i < pairs; i++) {
-            const float* const factor = s.factor + i * b.columns;
+            const float* const factor = s.factor + (1 + i) * b.columns;
             score_fp8<NT>(upper + 64 * i, lower + 64 * i, s.query + 128 * i, stride, factor, score);
         }
     } else if (HOLDS) {
@@ -59,6 +59,12 @@ static __device__ __forceinline__ void score_stage(const Block& b, const uint8_t
             score_slab<1, HOLDS, FIXED>(b, upper, lower, s, held, score[slab]);
         } else {
             score_slab<NT, HOLDS, FIXED>(b, upper, lower, s, held, score[slab]);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const float2 factor = *(const float2*)(s.factor + 8 * n);
+#pragma unroll
+            for (int i = 0; i < 4; i++) score[slab][n][i] = __fmul_rn(score[slab][n][i], i & 1 ? factor.y : factor.x);
         }
     }
     const int t = threadIdx.x & 3;

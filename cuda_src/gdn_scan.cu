@@ -4,8 +4,8 @@
 //   kv = S k;  dl = beta (v - g kv);  S = g S + dl k^T;  out = scale S q
 // A warp holds its columns of S in registers from the first row to the last: state_in may be state_out, and T rows in
 // one launch give the bits of T launches. It asks for them before anything else: all that follows waits for them. Where
-// they lie is found before the kernel in front has ended, and the one behind may come as soon as a warp's states (of 256, the
-// first half) and a row of operands have been asked for.
+// they lie is found before the kernel in front has ended, and the one behind may come as soon as a warp's states and a row of
+// operands have been asked for; of a state of 256 the first half, and v and the gates.
 #include "gdn.cuh"
 
 #define COLUMNS 8  // of a head's state, per warp; a block has 1, 2 or 4 warps

@@ -356,7 +356,7 @@ static bool pipe_fits(const geometry *g, int64_t columns) {
     const int64_t stages = stage_bytes(tokens, g->k_tok_bytes) + stage_bytes(tokens, g->v_tok_bytes);
     const int64_t query = heads * columns / 8 * g->head_dim_k * (g->k_format == MEMRA_FP8 ? 32 : 16);
     const int64_t weight = 2 * heads * (tokens / 16) * columns * 32;
-    const int64_t reals = 4 * columns * heads * (g->head_dim_k / 64 + 2 * team_warps);
+    const int64_t reals = 4 * columns * heads * (1 + g->head_dim_k / 64 + 2 * team_warps);
     return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768;
 }
 

@@ -380,7 +380,7 @@ class AttendGeometry(NamedTuple):
         stages = sum(4 * 128 * _ceil_div(tokens // 4 * b, 128) + 128 for b in (self.k_tok_bytes, self.v_tok_bytes))
         query = heads * columns // 8 * self.head_dim_k * (32 if self.k_format == FORMATS["fp8"].code else 16)
         weight = 2 * heads * (tokens // 16) * columns * 32
-        reals = 4 * columns * heads * (self.head_dim_k // 64 + 2 * team_warps)
+        reals = 4 * columns * heads * (1 + self.head_dim_k // 64 + 2 * team_warps)
         return 2 * stages <= PIPE_SHARED_BYTES - query - weight - reals - 768
 
 

@@ -279,6 +279,47 @@ def test_a_query_that_is_not_finite_is_reported_once_a_head_and_row(dev: Any, rn
     assert np.isnan(out.out).sum() == 2 * 128
 
 
+@pytest.mark.parametrize("formats", [("q8_0", "q5_1"), ("fp8", "fp8")])
+@pytest.mark.parametrize(("heads", "dims"), [((16, 2), (256, 256)), ((8, 2), (512, 512)), ((6, 1), (320, 320))])
+def test_wherever_an_element_is_not_finite_it_is_reported(
+    dev: Any, rng: np.random.Generator, heads: Heads, dims: Dims, formats: Pair
+) -> None:
+    args = attend_args(rng, 2, 70, heads=heads, dims=dims, formats=formats)
+    good = attend(dev, args).out
+    for at in (*range(0, dims[0], 64), *range(63, dims[0], 64)):  # of each pair of blocks, which have a factor each
+        q = args["q"].reshape(2, heads[0], dims[0]).copy()
+        q[1, -1, at] = (np.nan, np.inf, -np.inf)[at // 64 % 3]
+        out = attend(dev, args | {"q": q.reshape(args["q"].shape)})
+        assert faults(out.health) == {Fault.NONFINITE: FaultCount(1, LAYER, 71)}
+        assert np.isnan(out.out[1, -1]).all()
+        assert_same_bits(out.out[0], good[0])
+        assert_same_bits(out.out[1, :-1], good[1, :-1])
+
+
+@pytest.mark.parametrize("formats", [("q8_0", "q5_1"), ("fp8", "fp8")])
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (512, 512)])
+def test_elements_near_the_largest_f32_that_make_an_ordinary_score(
+    dev: Any, rng: np.random.Generator, dims: Dims, formats: Pair
+) -> None:
+    """Each 64 elements take back what those before them make of equal keys; sums on the way stay within an f32."""
+    args = attend_args(rng, 2, 70, heads=(4, 2), dims=dims, formats=formats, tamper=lambda q, k, v: k.fill(1))
+    q = args["q"].reshape(2, 4, -1, 2, 64)
+    q[..., 0, :], q[..., 1, :] = 1e38, -1e38
+    q[1] *= -1
+    assert_close(attend(dev, args).out, args)
+
+
+@pytest.mark.parametrize("formats", [("q8_0", "q5_1"), ("fp8", "fp8")])
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (512, 512)])
+def test_pairs_of_blocks_of_any_magnitudes(dev: Any, rng: np.random.Generator, dims: Dims, formats: Pair) -> None:
+    for decades in (3, 30):
+        args = attend_args(rng, 3, 100, heads=(4, 2), dims=dims, formats=formats)
+        q = args["q"].reshape(-1, dims[0] // 64, 64)
+        q *= 10 ** rng.uniform(-decades, 0, (len(q), q.shape[1], 1)).astype(np.float32)
+        assert_close(attend(dev, args).out, args)
+        assert_rows_stand_alone(dev, args)
+
+
 @pytest.mark.parametrize("width", PIPE_COLUMNS)
 def test_blocks_of_any_number_of_columns_give_the_same_bits(cuda: Any, rng: np.random.Generator, width: int) -> None:
     if cuda.arch != PIPE_ARCH:

@@ -102,10 +102,10 @@ typedef struct config {
 
 enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
-/* The same by cuLaunchKernelEx, as launches that may begin early: made anew for each, as who launches would. */
+/* The same by cuLaunchKernelEx; early: as launches that may begin before the one in front has ended. */
 int64_t bench_launches_ex(int (*launch)(const config *, void *, void **, void **), void *stream, const bench_launch *each,
-                          int count, int steps) {
-    attribute early = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+                          int count, int steps, int early) {
+    attribute may_begin = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
     LAUNCHES(launch(&(config){{l->grid[0], l->grid[1], l->grid[2]}, {l->block[0], l->block[1], l->block[2]},
-                              l->shared_bytes, stream, &early, 1}, l->kernel, l->params, 0));
+                              l->shared_bytes, stream, &may_begin, early != 0}, l->kernel, l->params, 0));
 }

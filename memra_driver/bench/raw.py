@@ -132,7 +132,7 @@ def from_c(bench: Bench, work: Workload, op: str, launches: list[list[Packed]], 
     turns = [
         lambda: _seconds(loop, ctypes.byref(mine)),
         lambda: _seconds(plain_loop, plain, stream, raw, len(each), steps),
-        lambda: _seconds(ex_loop, ex, stream, raw, len(each), steps),
+        lambda: _seconds(ex_loop, ex, stream, raw, len(each), steps, int(bench.e.kernels.early)),
     ]
     work.place(pos, ahead=ahead)
     seconds = bench.medians_of(turns, after=lambda: work.place(pos, ahead=ahead))
