@@ -63,9 +63,9 @@ ARRAYS = {  # by name: how it is drawn, once the counts are known
 }  # fmt: skip
 SOUND = {  # by name; 0 for all others
     "rows": 1, "launches": 1, "width": 2, "n_seqs": 1, "max_ctx": "MAX_CTX", "n_devices": 1, "n_stages": 1, "n": 2,
-    "t": 2, "hidden": 8, "stop": 1, "window": -1, "n_layers": 1, "num_k": 1, "num_v": 2, "n_head": 2, "n_head_kv": 1,
-    "head_dim_k": 64, "head_dim_v": 64, "state_size": 32, "columns": 32, "blocks": 1, "d_conv": 4, "conv_dim": 128,
-    "pieces": 132, "kv_dim_k": 64, "kv_dim_v": 64, "k_tok_bytes": 68, "v_tok_bytes": 48,
+    "t": 2, "hidden": 8, "stop": "standing_rows()", "window": -1, "n_layers": 1, "num_k": 1, "num_v": 2, "n_head": 2,
+    "n_head_kv": 1, "head_dim_k": 64, "head_dim_v": 64, "state_size": 32, "columns": 32, "blocks": 1, "d_conv": 4,
+    "conv_dim": 128, "pieces": 132, "kv_dim_k": 64, "kv_dim_v": 64, "k_tok_bytes": 68, "v_tok_bytes": 48,
 }  # fmt: skip
 ATTENTION = {"memra_append_kv", "memra_dequant_kv", "memra_attend"}  # whose layer is 1; the others' is 0
 ENDS = {

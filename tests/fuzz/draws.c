@@ -49,6 +49,14 @@ static uint64_t plane(uint8_t b) {
     return at[b % 8];
 }
 
+int64_t standing_rows(void) {
+    for (int i = 0; i < POOL; i++) {
+        const memra_cache *cache = world.caches[i];
+        if (cache) return cache->kv && cache->n_layer > 1 ? cache->kv[1].len : 0;
+    }
+    return 0;
+}
+
 uint64_t draw_address(input *in) {
     static const uint64_t wild[] = {1, 4, 0xdeadbeef0, UINT64_MAX, UINT64_MAX - 3, 1ull << 63, 1ull << 47};
     const uint64_t apart = WORK_BYTES / 16;

@@ -52,6 +52,7 @@ typedef struct input {
 uint8_t draw_byte(input *in);
 int64_t draw_int(input *in, int64_t sound);
 int32_t draw_int32(input *in, int32_t sound);
+int64_t standing_rows(void); /* of layer 1 of the first cache there is */
 float draw_float(input *in);
 uint64_t draw_address(input *in);
 uint64_t draw_bytes(input *in);  /* a size in bytes */
